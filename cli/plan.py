@@ -1,0 +1,219 @@
+"""`residency plan`"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..offload.errors import InputError
+from .assignments import parse_assignments, parse_layer_counts
+from .destination import Destination
+from .faults import DOES_NOT_FIT, TracebackOption, reported, say_error
+from .sizes import parse_size
+
+if TYPE_CHECKING:
+    from ..offload.cards import Card
+    from ..planner.report import Report
+    from ..planner.request import PlanRequest
+
+_RESIDENCY = "--component-residency"
+_LAYERS = "--layerwise-resident-layers"
+_NO_FIT_HINT = "offload more components, keep fewer layers resident, or serve smaller shapes"
+
+
+def plan(
+    pipeline: Annotated[
+        str,
+        typer.Argument(metavar="PIPELINE", help="A family of pipelines, such as qwen-image-2.1."),
+    ],
+    card: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A card to simulate; repeat to compare several."),
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="A card of any other size (22GiB); with one --card, that card with this capacity.",
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WxH[xFRAMES][:KEY=VALUE,…]",
+            help="A shape that will be served, as 1280x720x81:steps=40,batch=2; repeatable. "
+            "Without: the request that the model card recommends.",
+        ),
+    ] = None,
+    component_residency: Annotated[
+        list[str] | None,
+        typer.Option(
+            _RESIDENCY,
+            metavar="NAME=MODE,…",
+            help="Where a component or group (dit, text_encoder, image_encoder, vae, all) lives: "
+            "resident, layerwise-offload or component-offload; repeatable.",
+        ),
+    ] = None,
+    resident_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            _LAYERS,
+            metavar="NAME=N,…",
+            help="Resident layers of a layerwise component or group: a count of each layer group, "
+            "a fraction below 1, rounded in each layer group, or all; repeatable.",
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What the driver takes for the process; default 376MiB."),
+    ] = None,
+    others: Annotated[
+        str, typer.Option(metavar="SIZE", help="What other processes hold of the card.")
+    ] = "0",
+    margin: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Kept free in every phase; default 256MiB."),
+    ] = None,
+    explore: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Also try the N best candidates that the model says don't fit.",
+        ),
+    ] = 0,
+    prefetch: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Layers that are fetched ahead.")
+    ] = 1,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="The family's tiny config, with real arithmetic.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN.JSON", help="Also write the report, as JSON, to this file."),
+    ] = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Plan what stays on the card between phases.
+
+    PIPELINE runs through the whole loop on simulated cards, with real shapes and no weights:
+    measure, propose, apply, validate, roll back what is refuted. Nothing on this machine changes.
+
+    Sizes are 376MiB, 2GiB (1024 each), 24GB (1000 each) or plain bytes. The plan is on stdout,
+    progress on stderr.
+    """
+    with reported(traceback):
+        from ..phases.shape import Shape
+        from ..planner.request import MARGIN_BYTES, PlanRequest
+
+        request = PlanRequest(
+            pipeline=pipeline,
+            cards=_cards(card or [], capacity),
+            shapes=tuple(Shape.parse(text) for text in shape or []),
+            component_residency=parse_assignments(_RESIDENCY, component_residency or []),
+            resident_layers=parse_layer_counts(_LAYERS, resident_layers or []),
+            context_bytes=None if context is None else parse_size("--context", context),
+            others_bytes=parse_size("--others", others),
+            margin_bytes=MARGIN_BYTES if margin is None else parse_size("--margin", margin),
+            explore=explore,
+            prefetch=prefetch,
+            tiny=tiny,
+        )
+        _check(request)
+        destination = None if out is None else Destination(out)
+        if destination:
+            destination.check()
+        report = _run(request)
+        try:
+            if destination:
+                destination.write(report.to_json())
+        finally:
+            _print(report, json)
+        fits = _report_shortages(report)
+    if not fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _cards(names: list[str], capacity: str | None) -> tuple[Card, ...]:
+    from ..offload.cards import custom_card, find_card
+
+    found = [find_card(name) for name in names]
+    for i, card in enumerate(found):
+        if card in found[:i]:
+            raise InputError(f"{card.name} is named twice", hint="name each --card once")
+    if capacity is None:
+        if not found:
+            raise InputError(
+                "no card is named",
+                hint="--card 'RTX 4090' or --capacity 22GiB; residency cards lists the cards",
+            )
+        return tuple(found)
+    size = parse_size("--capacity", capacity)
+    custom = custom_card(size)
+    if not found:
+        return (custom,)
+    if len(found) > 1:
+        raise InputError(
+            f"--capacity is one card's, and {len(found)} cards are named",
+            hint="name one --card with --capacity, or leave --capacity out",
+        )
+    (card,) = found
+    sources = replace(card.sources, total=custom.sources.total, total_is_estimate=False)
+    return (replace(card, total_bytes=size, sources=sources),)
+
+
+def _check(request: PlanRequest) -> None:
+    """Refuses at once what the planner would refuse after loading torch and the pipeline."""
+    from ..phases.component import resolve
+    from ..phases.family import find_family
+    from .render.units import format_bytes
+
+    family = find_family(request.pipeline, tiny=request.tiny)
+    for shape in request.shapes:
+        family.check(shape)
+    for selected in (request.component_residency, request.resident_layers):
+        resolve(selected, family.components)
+    taken = (request.context_bytes or 0) + request.others_bytes
+    for card in request.cards:
+        if taken >= card.total_bytes:
+            raise InputError(
+                f"{card.name} has {format_bytes(card.total_bytes)}, of which the context and "
+                f"others take {format_bytes(taken)}: nothing is left",
+                hint="name a larger card, or lower --context or --others",
+            )
+
+
+def _run(request: PlanRequest) -> Report:
+    from .progress import shown_progress
+
+    with shown_progress() as listen:
+        from ..planner import service
+
+        return service.plan(request, listen)
+
+
+def _print(report: Report, json: bool) -> None:
+    from . import screen
+    from .render.report import report_view
+
+    if json:
+        screen.write(report.to_json())
+    else:
+        screen.show(report_view(report))
+
+
+def _report_shortages(report: Report) -> bool:
+    """Whether the pipeline fits every card; says on stderr where it doesn't."""
+    from ..planner.plan import Status
+    from .render.verdict import shortage
+
+    short = [planned for planned in report.plans if planned.status is Status.INFEASIBLE]
+    for planned in short:
+        hint = _NO_FIT_HINT if planned is short[-1] else None
+        found = shortage(planned.infeasible)
+        say_error(f"{report.pipeline} does not fit {planned.card}: {found}", hint)
+    return not short

@@ -1,0 +1,163 @@
+"""One plan as a page: what is decided, and the evidence."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...planner.plan import Attempt, Plan, Status, Verdict
+from .table import add_row, make_table
+from .units import format_bytes, format_seconds
+from .verdict import verdict
+from .words import VERDICTS, layer_count, reason
+
+STATUS_STYLES = {
+    Status.COMMITTED: "bold green",
+    Status.BASELINE_ONLY: "bold yellow",
+    Status.INFEASIBLE: "bold red",
+}
+
+
+def plan_view(pipeline: str, plan: Plan) -> RenderableType:
+    parts: list[RenderableType] = [
+        *_header(pipeline, plan),
+        Text(),
+        Text(verdict(plan), STATUS_STYLES[plan.status]),
+    ]
+    if plan.infeasible:
+        parts.append(Text(plan.infeasible.detail.strip()))
+    tables = (_components(plan), _phases(plan), _uses(plan), _attempts(plan))
+    parts += [part for table in tables if table.row_count for part in (Text(), table)]
+    parts += _details(plan)
+    return Group(*parts)
+
+
+def _header(pipeline: str, plan: Plan) -> list[Text]:
+    takers = {
+        "others": plan.others_bytes,
+        "context": plan.context_bytes,
+        "margin": plan.margin_bytes,
+    }
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in takers.items())
+    shapes = "; ".join(f"{shape.asked} -> {shape.run}" for shape in plan.shapes)
+    return [
+        Text(f"{pipeline} on {plan.card} ({plan.device})", "bold"),
+        Text(f"capacity {format_bytes(plan.capacity_bytes)}, {sizes}"),
+        Text(f"shapes asked -> run: {shapes or '-'}"),
+    ]
+
+
+def _components(plan: Plan) -> Table:
+    table = make_table(
+        "Components",
+        "component",
+        "residency",
+        ("resident layers", "right"),
+        ("weights", "right"),
+        ("of which in no layer", "right"),
+    )
+    for component in plan.components:
+        add_row(
+            table,
+            component.name,
+            component.residency,
+            layer_count(component.resident_layers, component.total_layers),
+            format_bytes(component.weight_bytes),
+            format_bytes(component.non_layer_bytes),
+        )
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = make_table(
+        "Phases, with nothing retained",
+        "phase",
+        "shape",
+        ("peak", "right"),
+        ("headroom", "right"),
+        ("the plan adds", "right"),
+        ("left", "right"),
+        "",
+    )
+    for phase in plan.phases:
+        add_row(
+            table,
+            phase.name,
+            phase.shape,
+            format_bytes(phase.peak_bytes),
+            format_bytes(phase.headroom_bytes),
+            format_bytes(phase.retained_bytes, signed=True),
+            format_bytes(phase.headroom_bytes - phase.retained_bytes),
+            Text("binds" if phase.binding else "", "bold"),
+        )
+    return table
+
+
+def _uses(plan: Plan) -> Table:
+    table = make_table(
+        "Uses",
+        "phase",
+        "component",
+        ("layers", "right"),
+        "retain",
+        ("takes", "right"),
+        ("saves a request", "right"),
+        ("about", "right"),
+        "why",
+    )
+    for use in plan.uses:
+        add_row(
+            table,
+            use.phase,
+            use.component,
+            layer_count(use.resident_layers, use.total_layers),
+            Text("yes", "bold green") if use.retain_resident_layers else "no",
+            format_bytes(use.retained_bytes) if use.retained_bytes else "-",
+            format_bytes(use.saved_h2d_bytes) if use.saved_h2d_bytes else "-",
+            format_seconds(use.saved_s) if use.saved_h2d_bytes else "-",
+            reason(use),
+        )
+    return table
+
+
+def _attempts(plan: Plan) -> Table:
+    table = make_table(
+        "Attempts",
+        ("#", "right"),
+        "retained",
+        "the model said",
+        "verdict",
+        "phase",
+        "shape",
+        ("short by", "right"),
+        "rolled back",
+    )
+    for number, attempt in enumerate(plan.attempts, start=1):
+        accepted = attempt.verdict is Verdict.ACCEPTED
+        add_row(
+            table,
+            str(number),
+            " + ".join(attempt.retained) or "nothing",
+            _predicted(attempt),
+            Text(VERDICTS[attempt.verdict], "green" if accepted else "red"),
+            attempt.phase or "-",
+            attempt.shape or "-",
+            "-" if attempt.shortfall_bytes is None else format_bytes(attempt.shortfall_bytes),
+            "yes" if attempt.rolled_back else "no",
+        )
+    return table
+
+
+def _predicted(attempt: Attempt) -> str:
+    short = attempt.predicted_shortfall_bytes
+    said = f"short by {format_bytes(short)}" if short else "fits"
+    return f"{said} (beyond the model)" if attempt.beyond_model else said
+
+
+def _details(plan: Plan) -> list[Text]:
+    return [
+        Text(f"attempt {number}: {attempt.detail.strip()}", "dim")
+        for number, attempt in enumerate(plan.attempts, start=1)
+        if attempt.detail
+    ]

@@ -1,0 +1,101 @@
+"""The decision of one plan in one sentence."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ...planner.plan import Attempt, Infeasible, Plan, Reason, Status, UsePlan, Verdict
+from .units import format_bytes, format_exact, format_rate, format_seconds
+from .words import VERDICTS, layers, place, short_by, would_retain
+
+
+def verdict(plan: Plan) -> str:
+    match plan.status:
+        case Status.COMMITTED:
+            return f"{would_retain(plan).capitalize()} {_gains(plan)}"
+        case Status.BASELINE_ONLY:
+            return f"{would_retain(plan).capitalize()} nothing: {_obstacles(plan)}"
+        case Status.INFEASIBLE:
+            return f"Does not fit: {shortage(plan.infeasible)}"
+        case _:
+            assert_never(plan.status)
+
+
+def shortage(found: Infeasible | None) -> str:
+    """Which phase at which shape lacks how many bytes, with nothing retained."""
+    if found is None:
+        return "the pipeline doesn't run with nothing retained"
+    by = (
+        "fails"
+        if found.shortfall_bytes is None
+        else f"is short by at least {format_exact(found.shortfall_bytes)}"
+    )
+    return f"{place(found.phase, found.shape)} {by} with nothing retained"
+
+
+def _gains(plan: Plan) -> str:
+    retained = [use for use in plan.uses if use.retain_resident_layers]
+    sets = ", and ".join(
+        f"{use.component}: {layers(use.resident_layers, use.total_layers)}, "
+        f"{format_bytes(use.retained_bytes)} across the gap"
+        for use in retained
+    )
+    seconds = format_seconds(sum(use.saved_s for use in retained))
+    rate = f"{format_rate(plan.copy_bytes_per_s)}, {plan.copy_rate_source}"
+    copied = plan.h2d_bytes_per_request
+    change = (
+        f"{format_bytes(copied.baseline)} -> {format_bytes(copied.planned)} copied a request, "
+        if copied
+        else ""
+    )
+    return f"{sets}; {change}about {seconds} saved (assuming {rate})"
+
+
+def _obstacles(plan: Plan) -> str:
+    told = [_obstacle(plan, use) for use in plan.uses]
+    obstacles = [text for text in told if text]
+    if not obstacles:
+        stays = all(use.reason is Reason.RESIDENT for use in plan.uses)
+        obstacles = ["every component stays on the card" if stays else "it would save no copy"]
+    if copied := plan.h2d_bytes_per_request:
+        obstacles.append(f"{format_bytes(copied.planned)} copied a request")
+    return "; ".join(obstacles)
+
+
+def _obstacle(plan: Plan, use: UsePlan) -> str | None:
+    if use.reason is Reason.NO_HEADROOM:
+        return _lack(plan, use)
+    if use.reason is Reason.REFUTED:
+        return _refutation(plan, use)
+    return None
+
+
+def _lack(plan: Plan, use: UsePlan) -> str:
+    needs = f"{use.component} needs {format_bytes(use.retained_bytes)}"
+    tightest = min(
+        (phase for phase in plan.phases if phase.name == use.limiting_phase),
+        key=lambda phase: phase.headroom_bytes,
+        default=None,
+    )
+    if tightest is None:
+        return f"{needs}{short_by(use.shortfall_bytes)}"
+    has = f"{place(tightest.name, tightest.shape)} has {format_bytes(tightest.headroom_bytes)}"
+    return f"{has} headroom, {needs}{short_by(use.shortfall_bytes)}"
+
+
+def _refutation(plan: Plan, use: UsePlan) -> str:
+    what = f"{use.component} ({format_bytes(use.retained_bytes)})"
+    attempt = _last_refuted(plan, use.component)
+    if attempt is None:
+        return f"{what} was tried and refuted{short_by(use.shortfall_bytes)}"
+    where = f" in {place(attempt.phase, attempt.shape)}" if attempt.phase else ""
+    undone = ", rolled back" if attempt.rolled_back else ", not rolled back"
+    found = f"{VERDICTS[attempt.verdict]}{where}{short_by(attempt.shortfall_bytes)}"
+    return f"{what} was tried: {found}{undone}"
+
+
+def _last_refuted(plan: Plan, component: str) -> Attempt | None:
+    for attempt in reversed(plan.attempts):
+        if component in attempt.retained and attempt.verdict is not Verdict.ACCEPTED:
+            return attempt
+    return None

@@ -1,0 +1,62 @@
+"""The enums of a plan, and its places, in words."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ...planner.plan import Plan, Reason, UsePlan, Verdict
+from .units import format_bytes
+
+VERDICTS = {
+    Verdict.ACCEPTED: "accepted",
+    Verdict.OOM: "out of memory",
+    Verdict.HEADROOM: "ran, margin not kept",
+    Verdict.SLOWER: "copied more than the baseline",
+    Verdict.OUTPUT: "output differs from the baseline's",
+    Verdict.CRASH: "failed with an error",
+}
+
+
+def place(phase: str | None, shape: str | None) -> str:
+    return " at ".join(part for part in (phase, shape) if part) or "-"
+
+
+def layers(resident: int, total: int) -> str:
+    return f"{layer_count(resident, total)} layers" if total else "all weights"
+
+
+def layer_count(resident: int, total: int) -> str:
+    return f"{resident} of {total}" if total else "-"
+
+
+def would_retain(plan: Plan) -> str:
+    return "would retain" if plan.device == "simulated" else "retains"
+
+
+def reason(use: UsePlan) -> str:
+    match use.reason:
+        case Reason.RETAINED:
+            return "fits every phase, validated"
+        case Reason.RESIDENT:
+            return "never leaves the card"
+        case Reason.NOTHING_SAVED:
+            return "retaining it would save no copy"
+        case Reason.NO_HEADROOM:
+            return f"too little headroom{_limit(use)}"
+        case Reason.REFUTED:
+            return f"tried and refuted{_limit(use)}"
+        case Reason.OUTBID:
+            return "fits alone, what is retained instead saves more"
+        case Reason.BASELINE_FAILED:
+            return "doesn't run even with nothing retained"
+        case _:
+            assert_never(use.reason)
+
+
+def _limit(use: UsePlan) -> str:
+    where = f" in {use.limiting_phase}" if use.limiting_phase else ""
+    return where + short_by(use.shortfall_bytes)
+
+
+def short_by(shortfall_bytes: int | None) -> str:
+    return "" if shortfall_bytes is None else f", short by {format_bytes(shortfall_bytes)}"

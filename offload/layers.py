@@ -1,0 +1,227 @@
+"""What a module weighs: its layer groups, and the regions of host memory behind them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .copies import CopyStream
+from .device import Device, Event
+from .errors import OffloadError
+
+ALIGNMENT = 512
+"""Bytes that regions in one buffer are aligned to: the granularity of CUDA's caching allocator."""
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """One `ModuleList` whose entries run one after another."""
+
+    name: str
+    layers: tuple[nn.Module, ...]
+
+
+def layer_groups(module: nn.Module) -> tuple[LayerGroup, ...]:
+    """The outermost `ModuleList`s of `module`, in the order of its definition.
+
+    A list of containers has no entries that run; the containers are searched instead.
+    """
+    return tuple(_find_groups(module, ""))
+
+
+def _find_groups(module: nn.Module, prefix: str) -> Iterator[LayerGroup]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        entries = tuple(child.children()) if isinstance(child, nn.ModuleList) else ()
+        if entries and not any(isinstance(e, nn.ModuleList | nn.ModuleDict) for e in entries):
+            yield LayerGroup(path, entries)
+        else:
+            yield from _find_groups(child, f"{path}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """A tensor of the module, the host tensor it stands on, and where that begins in its region."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    offset_bytes: int
+
+
+class Region:
+    """Bytes of one host storage that tensors overlap in: they move, and are charged, once.
+
+    The host bytes stay where they are: they are the master, and giving the region up only points
+    the tensors back at them.
+    """
+
+    __slots__ = ("bindings", "master", "nbytes")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
+        storage = tensors[0].untyped_storage()
+        self.nbytes = stop - start
+        self.master = torch.empty(0, dtype=torch.uint8).set_(storage, start, (self.nbytes,), (1,))
+        self.bindings = tuple(
+            _Binding(tensor, tensor.data, _extent(tensor)[0] - start) for tensor in tensors
+        )
+
+    def bind(self, buffer: torch.Tensor, start: int) -> None:
+        """Point the tensors at the copy of the region that begins at byte `start` of `buffer`."""
+        for binding in self.bindings:
+            host = binding.host
+            offset = (start + binding.offset_bytes) // host.element_size()
+            typed = buffer.view(host.dtype)
+            binding.tensor.data = typed.as_strided(host.size(), host.stride(), offset)
+
+    def unbind(self) -> None:
+        for binding in self.bindings:
+            binding.tensor.data = binding.host
+
+
+class Weights:
+    """Regions that come and go together: one layer, or all that is in no layer."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self.regions = tuple(regions)
+        self.nbytes = sum(region.nbytes for region in self.regions)
+        self.buffer_bytes = sum(aligned(region.nbytes) for region in self.regions)
+
+    def onload(self, copies: CopyStream) -> Event:
+        """Copy each region into device memory of its own. All or nothing.
+
+        Raises torch.OutOfMemoryError.
+        """
+        device = copies.device.torch_device
+        buffers = [
+            torch.empty(aligned(region.nbytes), dtype=torch.uint8, device=device)
+            for region in self.regions
+        ]
+        return self._fill(copies, [(buffer, 0) for buffer in buffers])
+
+    def onload_into(self, buffer: torch.Tensor, copies: CopyStream) -> Event:
+        """Copy the regions one behind another into `buffer`, of at least `buffer_bytes`.
+
+        All or nothing.
+        """
+        sizes = [aligned(region.nbytes) for region in self.regions]
+        starts = itertools.accumulate(sizes, initial=0)
+        return self._fill(copies, [(buffer, start) for start, _ in zip(starts, sizes, strict=False)])
+
+    def _fill(self, copies: CopyStream, places: Sequence[tuple[torch.Tensor, int]]) -> Event:
+        moves = list(zip(self.regions, places, strict=True))
+        copied = copies.fill(
+            (buffer[start : start + region.nbytes], region.master)
+            for region, (buffer, start) in moves
+            if region.nbytes
+        )
+        for region, (buffer, start) in moves:
+            region.bind(buffer, start)
+        return copied
+
+    def check_on(self, device: Device | None) -> None:
+        """Raises OffloadError unless all tensors are on `device`, or on the host for None."""
+        expected = "cpu" if device is None else device.torch_device.type
+        for region in self.regions:
+            for binding in region.bindings:
+                tensor = binding.tensor
+                if tensor.device.type != expected:
+                    raise OffloadError(
+                        f"a tensor of {tuple(tensor.shape)} should be on {expected} and is on "
+                        f"{tensor.device}"
+                    )
+
+    def offload(self) -> None:
+        """Point every tensor back at its host master, from whatever state. Copies nothing."""
+        for region in self.regions:
+            region.unbind()
+
+
+def module_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, each object once."""
+    return list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+
+
+def regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
+    """The regions under `tensors`, tied and overlapping ones in one.
+
+    Raises OffloadError for tensors that aren't plain strided host tensors.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            raise OffloadError(
+                f"a {type(tensor).__name__} of {tuple(tensor.shape)} is no plain strided tensor",
+                hint="keep the component that holds it resident",
+            )
+        if tensor.device.type != "cpu":
+            raise OffloadError(
+                f"a tensor of {tuple(tensor.shape)} is on {tensor.device}, not on the host",
+                hint="hand the pipeline over with its components on the CPU",
+            )
+        by_storage[tensor.untyped_storage()._cdata].append(tensor)
+    found = []
+    for sharing in by_storage.values():
+        sharing.sort(key=_extent)
+        overlapping: list[torch.Tensor] = []
+        start = stop = 0
+        for tensor in sharing:
+            first, last = _extent(tensor)
+            if overlapping and first >= stop:
+                found.append(Region(overlapping, start, stop))
+                overlapping = []
+            if not overlapping:
+                start = stop = first
+            overlapping.append(tensor)
+            stop = max(stop, last)
+        found.append(Region(overlapping, start, stop))
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one behind the last, that `tensor` reaches in its storage."""
+    first = tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0:
+        return first, first
+    reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def partition(
+    module: nn.Module, groups: Sequence[LayerGroup]
+) -> tuple[list[list[Weights]], Weights]:
+    """The weights of each layer of each group, and those of no layer.
+
+    A region that a layer shares with another layer, or with what is in no layer, belongs to the
+    latter: it has to be there for both.
+    """
+    owners: dict[int, set[tuple[int, int] | None]] = defaultdict(set)
+    in_layers: set[int] = set()
+    for g, group in enumerate(groups):
+        for i, layer in enumerate(group.layers):
+            for tensor in module_tensors(layer):
+                owners[id(tensor)].add((g, i))
+                in_layers.add(id(tensor))
+    everything = module_tensors(module)
+    for tensor in everything:
+        if id(tensor) not in in_layers:
+            owners[id(tensor)].add(None)
+    layers: list[list[list[Region]]] = [[[] for _ in group.layers] for group in groups]
+    rest: list[Region] = []
+    for region in regions(everything):
+        homes = set().union(*(owners[id(binding.tensor)] for binding in region.bindings))
+        home = homes.pop() if len(homes) == 1 else None
+        if home is None:
+            rest.append(region)
+        else:
+            layers[home[0]][home[1]].append(region)
+    return [[Weights(layer) for layer in group] for group in layers], Weights(rest)

@@ -1,0 +1,365 @@
+"""Layerwise offload: a module's layers come from host memory as they run.
+
+The device memory of one module is three parts, and each byte is in one of them:
+
+    non-layer weights   from the start of a use to its end, or across the gap with the resident set
+    resident set        the declared layers, where holding them saves a copy: in a use of several
+                        passes, or retained; each in a buffer of its own
+    streamed window     1 + prefetch buffers of the largest streamed layer, from the first streamed
+                        layer to the end of the use
+
+Buffers are allocated and freed on the compute stream and filled by a `CopyStream`; compute waits
+for the copy of a layer before the layer runs. So no buffer needs `record_stream`, and the window
+never grows beyond its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .copies import CopyStream
+from .device import Device, Event
+from .errors import OffloadError
+from .layers import LayerGroup, Weights, layer_groups, partition
+from .placement import Placement
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A layer on the device: its buffer, and the event of its copy until compute waited for it."""
+
+    buffer: torch.Tensor
+    copied: Event | None
+    streamed: bool
+
+
+class LayerwiseOffload(Placement):
+    """Streams the layers of `module` to `device`; `resident_layers` of each group, the leading
+    ones, are its resident set.
+
+    Raises OffloadError if the module has no layer groups, or counts that don't fit them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: Device,
+        *,
+        resident_layers: Sequence[int] = (),
+        prefetch: int = 1,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.prefetch = prefetch
+        self.groups = layer_groups(module)
+        if not self.groups:
+            raise OffloadError(
+                f"{type(module).__name__} has no ModuleList, so it has no layers to stream",
+                hint="make it resident or component-offload",
+            )
+        counts = tuple(resident_layers) or (0,) * len(self.groups)
+        _check_counts(self.groups, counts, prefetch)
+        by_group, self._rest = partition(module, self.groups)
+        self._layers = [weights for group in by_group for weights in group]
+        self._modules = [layer for group in self.groups for layer in group.layers]
+        self._resident = frozenset(_leading(by_group, counts))
+        self.total_layers = len(self._layers)
+        self.resident_layers = len(self._resident)
+
+        self._handles: list[RemovableHandle] = []
+        self._copies = CopyStream(device)
+        self._loaded: dict[int, _Loaded] = {}
+        self._rest_loaded = False
+        self._window: list[torch.Tensor] = []
+        self._slots = 0
+        self._holds_resident_set = False
+        self._in_use = False
+        # The order in which layers were seen to run: who follows whom in a pass, who comes first.
+        self._first: int | None = None
+        self._next = {
+            start + i: start + i + 1
+            for start, group in zip(_starts(by_group), by_group, strict=True)
+            for i in range(len(group) - 1)
+        }
+        self._order_known = False
+        self._ahead: dict[int, tuple[int, ...]] = {}
+        self._entered: set[int] = set()
+        self._running: int | None = None
+        self._passes_left = 0
+        self.layers_run: set[int] = set()
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Device bytes of each layer, groups one behind another."""
+        return tuple(weights.buffer_bytes for weights in self._layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.non_layer_bytes + sum(self.layer_bytes)
+
+    @property
+    def non_layer_bytes(self) -> int:
+        return self._rest.buffer_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(self._layers[i].buffer_bytes for i in self._resident)
+
+    @property
+    def retained_bytes(self) -> int:
+        return self.resident_bytes + self.non_layer_bytes
+
+    def window_bytes(self, *, holds_resident_set: bool) -> int:
+        """The streamed window's bytes in a use that does, or doesn't, hold the resident set.
+
+        Layers that haven't run yet count: which ones will is known after the first use.
+        """
+        candidates = self.layers_run or range(len(self._layers))
+        sizes = [
+            self._layers[i].buffer_bytes
+            for i in candidates
+            if not (holds_resident_set and i in self._resident)
+        ]
+        return min(1 + self.prefetch, len(sizes)) * max(sizes, default=0)
+
+    def use_bytes(self, *, holds_resident_set: bool) -> int:
+        held = self.resident_bytes if holds_resident_set else 0
+        window = self.window_bytes(holds_resident_set=holds_resident_set)
+        return self.non_layer_bytes + held + window
+
+    def pass_bytes(self, *, holds_resident_set: bool) -> int:
+        held = self._resident if holds_resident_set else frozenset()
+        return sum(self._layers[i].nbytes for i in self.layers_run - held)
+
+    def saved_bytes(self, *, passes: int) -> int:
+        # Layers that never run are copied only as part of a set that is held.
+        copied = self._resident if passes > 1 else self._resident & self.layers_run
+        return self._rest.nbytes + sum(self._layers[i].nbytes for i in copied)
+
+    @property
+    def on_device(self) -> frozenset[int]:
+        """Layers on the device now."""
+        return frozenset(self._loaded)
+
+    def install(self) -> None:
+        """Hook the layers. Raises OffloadError if they are hooked already."""
+        if self._handles:
+            raise OffloadError("the layers are hooked already", hint="call remove() first")
+        for i, layer in enumerate(self._modules):
+            self._handles.append(layer.register_forward_pre_hook(_Enter(self, i)))
+            self._handles.append(layer.register_forward_hook(_Leave(self, i)))
+
+    def remove(self) -> None:
+        """`release_all`, and the hooks gone without trace."""
+        self.release_all()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
+        self._in_use = True
+        self._holds_resident_set = holds_resident_set
+        self._passes_left = passes
+        self._entered.clear()
+        self._running = None
+        self._ahead.clear()
+        if not self._rest_loaded:
+            self._copies.wait(self._rest.onload(self._copies))
+            self._rest_loaded = True
+        if holds_resident_set:
+            for i in sorted(self._resident - self._loaded.keys()):
+                self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
+        if self._order_known:
+            self._prefetch_pass()
+
+    def release_after_use(self, keep_resident: bool = False) -> None:
+        self._in_use = False
+        self._order_known = self._first is not None
+        kept = self._resident if keep_resident and self._holds_resident_set else frozenset()
+        for i in self._loaded.keys() - kept:
+            self._give_up(i)
+        if not keep_resident and self._rest_loaded:
+            self._rest.offload()
+            self._rest_loaded = False
+        self._close_window()
+
+    def release_all(self) -> None:
+        self._in_use = False
+        self._holds_resident_set = False
+        for weights in (*self._layers, self._rest):
+            weights.offload()
+        try:
+            self.device.synchronize()
+        finally:
+            self._loaded.clear()
+            self._rest_loaded = False
+            self._close_window()
+
+    def _close_window(self) -> None:
+        self._window.clear()
+        self._slots = 0
+
+    def check_integrity(self) -> None:
+        for i, weights in enumerate(self._layers):
+            weights.check_on(self.device if i in self._loaded else None)
+        self._rest.check_on(self.device if self._rest_loaded else None)
+        used = sum(loaded.streamed for loaded in self._loaded.values())
+        if used + len(self._window) != self._slots or self._slots > 1 + self.prefetch:
+            raise OffloadError(
+                f"the window has {self._slots} buffers of at most {1 + self.prefetch}: "
+                f"{used} in use, {len(self._window)} free"
+            )
+
+    def _enter(self, i: int) -> None:
+        if not self._in_use:
+            raise OffloadError(
+                f"layer {i} of {type(self.module).__name__} runs outside a use",
+                hint="call begin_use first, or remove() the offload to run on the host",
+            )
+        if i in self._entered:  # a layer runs once a pass: this is the next pass
+            self._passes_left -= 1
+            self._order_known = True
+            self._entered.clear()
+        elif self._running is not None and self._next.get(self._running) != i:
+            self._next[self._running] = i
+            self._ahead.clear()
+        if not self._entered:
+            self._first = i
+        self._entered.add(i)
+        self.layers_run.add(i)
+        self._running = i
+        loaded = self._loaded.get(i) or self._load_streamed(i)
+        if loaded.copied is not None:
+            self._copies.wait(loaded.copied)
+            loaded.copied = None
+        self._prefetch(self._ahead_of(i))
+
+    def _leave(self, i: int) -> None:
+        if i in self._loaded and self._is_streamed(i):
+            self._give_up(i)
+        if self._order_known and self._passes_left > 1 and i not in self._next:
+            self._prefetch_pass()
+
+    def _prefetch_pass(self) -> None:
+        """Fetch the first streamed layers of the pass to come."""
+        if self._first is not None:
+            coming = (self._first, *self._ahead_of(self._first))
+            self._prefetch([i for i in coming if self._is_streamed(i)][: self.prefetch])
+
+    def _ahead_of(self, i: int) -> tuple[int, ...]:
+        """The next `prefetch` layers behind `i` in its pass that are streamed."""
+        ahead = self._ahead.get(i)
+        if ahead is None:
+            found: list[int] = []
+            at: int | None = i
+            for _ in self._layers:
+                at = self._next.get(at) if at is not None else None
+                if at is None or at == i or len(found) == self.prefetch:
+                    break
+                if self._is_streamed(at):
+                    found.append(at)
+            ahead = self._ahead[i] = tuple(found)
+        return ahead
+
+    def _is_streamed(self, i: int) -> bool:
+        return not (self._holds_resident_set and i in self._resident)
+
+    def _prefetch(self, wanted: Sequence[int]) -> None:
+        for i in wanted:
+            if self.prefetch and i not in self._loaded and self._is_streamed(i):
+                if self._slots == 1 + self.prefetch and not self._window:
+                    return
+                self._load_streamed(i)
+
+    def _load_streamed(self, i: int) -> _Loaded:
+        if not self._window and self._slots == 1 + self.prefetch:
+            # A layer that was fetched ahead and isn't next after all.
+            unused = next(j for j, other in self._loaded.items() if other.streamed and j != i)
+            self._give_up(unused)
+        if self._window:
+            buffer = self._window.pop()
+            if buffer.numel() < self._layers[i].buffer_bytes:
+                self._slots -= 1
+                del buffer
+                buffer = self._new_slot(i)
+        else:
+            buffer = self._new_slot(i)
+        try:
+            return self._load(i, buffer, streamed=True)
+        except BaseException:
+            self._window.append(buffer)
+            raise
+
+    def _new_slot(self, i: int) -> torch.Tensor:
+        candidates = self.layers_run | {i}
+        size = max(self._layers[j].buffer_bytes for j in candidates if self._is_streamed(j))
+        buffer = self._new_buffer(size)
+        self._slots += 1
+        return buffer
+
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
+
+    def _load(self, i: int, buffer: torch.Tensor, *, streamed: bool) -> _Loaded:
+        loaded = _Loaded(buffer, self._layers[i].onload_into(buffer, self._copies), streamed)
+        self._loaded[i] = loaded
+        return loaded
+
+    def _give_up(self, i: int) -> None:
+        loaded = self._loaded.pop(i)
+        if loaded.copied is not None:  # freed memory must not be written by a late copy
+            self._copies.wait(loaded.copied)
+        self._layers[i].offload()
+        if loaded.streamed:
+            self._window.append(loaded.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Enter:
+    offload: LayerwiseOffload
+    layer: int
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.offload._enter(self.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    offload: LayerwiseOffload
+    layer: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.offload._leave(self.layer)
+
+
+def _starts(by_group: Sequence[Sequence[Weights]]) -> Iterator[int]:
+    start = 0
+    for group in by_group:
+        yield start
+        start += len(group)
+
+
+def _leading(by_group: Sequence[Sequence[Weights]], counts: Sequence[int]) -> Iterator[int]:
+    for start, count in zip(_starts(by_group), counts, strict=True):
+        yield from range(start, start + count)
+
+
+def _check_counts(groups: Sequence[LayerGroup], counts: Sequence[int], prefetch: int) -> None:
+    if len(counts) != len(groups):
+        raise OffloadError(
+            f"{len(counts)} resident counts for {len(groups)} layer groups",
+            hint=f"give one count for each of {', '.join(group.name for group in groups)}",
+        )
+    for group, count in zip(groups, counts, strict=True):
+        if not 0 <= count <= len(group.layers):
+            raise OffloadError(
+                f"{count} resident layers of {group.name}, which has {len(group.layers)}",
+                hint=f"give 0 to {len(group.layers)}",
+            )
+    if prefetch < 0:
+        raise OffloadError(f"prefetch is {prefetch}", hint="0 fetches no layer ahead")

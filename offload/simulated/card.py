@@ -1,0 +1,273 @@
+"""A simulated card: the device interface over the backend and a model of the allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ..cards import Card
+from ..device import Device, Identity, Reading, Transfers
+from ..errors import DeviceBusyError, DeviceIntegrityError, InputError
+from ..oom import Shortfall
+from . import backend
+from .allocator import Allocator, AllocatorFull, CachingAllocator
+from .exact import ExactAllocator
+from .faults import Faults
+from .storage import DEVICE_TYPE, live_buffers
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+CONTEXT_BYTES = 376 * MIB
+"""The CUDA context's share in the motivating case: steady memory less weights (FINDINGS, F)."""
+
+_COMPUTED_ELEMENTS = 1 << 16
+
+AllocatorKind = Literal["caching", "expandable", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEvent:
+    """A point in a stream: the work before it was done when it was recorded."""
+
+    stream: SimulatedStream
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStream:
+    """Kernels and copies end when they return, so order is kept without waiting."""
+
+    number: int
+
+    def record_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
+class SimulatedCard(Device):
+    """`with SimulatedCard(find_card("RTX 4090")) as device:` puts the card into `simgpu:0`.
+
+    `virtual`: large float tensors have shapes and no values. `allocator`: `caching` is PyTorch's
+    default, `expandable` its expandable segments, `exact` charges bytes as asked, for pipelines so
+    small that 2 MiB segments would be all there is. `context_bytes` is what the driver takes for
+    the process, `others_bytes` what other processes hold; the latter may change at any time.
+
+    Raises InputError if nothing is left for tensors, DeviceBusyError if another card's tensors are
+    still alive when this one is put in.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        *,
+        virtual: bool = False,
+        allocator: AllocatorKind = "caching",
+        context_bytes: int = CONTEXT_BYTES,
+        others_bytes: int = 0,
+    ) -> None:
+        if context_bytes < 0 or others_bytes < 0:
+            raise InputError(
+                f"context is {context_bytes} and others are {others_bytes} bytes",
+                hint="both are 0 or more",
+            )
+        if card.total_bytes <= context_bytes + others_bytes:
+            raise InputError(
+                f"{card.name} has {card.total_bytes / GIB:.2f} GiB, of which the context takes "
+                f"{context_bytes / GIB:.2f} and others {others_bytes / GIB:.2f}: nothing is left",
+                hint="name a larger card, or lower --context or --others",
+            )
+        self.card = card
+        self.faults = Faults()
+        self.virtual_above = _COMPUTED_ELEMENTS if virtual else None
+        self._context_bytes = context_bytes
+        self._others_bytes = others_bytes
+        self._allocator: Allocator
+        if allocator == "exact":
+            self._allocator = ExactAllocator(self._limit_bytes)
+        else:
+            self._allocator = CachingAllocator(
+                self._limit_bytes, expandable_segments=allocator == "expandable"
+            )
+        self._transfers = Transfers()
+        self._stream = SimulatedStream(0)
+        self._streams = 1
+
+    @property
+    def _limit_bytes(self) -> int:
+        return max(self.card.total_bytes - self._context_bytes - self._others_bytes, 0)
+
+    @property
+    def others_bytes(self) -> int:
+        return self._others_bytes
+
+    @others_bytes.setter
+    def others_bytes(self, value: int) -> None:
+        self._others_bytes = value
+        self._allocator.limit_bytes = self._limit_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        return self._context_bytes
+
+    @context_bytes.setter
+    def context_bytes(self, value: int) -> None:
+        self._context_bytes = value
+        self._allocator.limit_bytes = self._limit_bytes
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.card.name, f"SIM-{self.card.name.replace(' ', '-')}")
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(DEVICE_TYPE, 0)
+
+    @property
+    def transfers(self) -> Transfers:
+        return self._transfers
+
+    def read(self) -> Reading:
+        allocator = self._allocator
+        return Reading(
+            total_bytes=self.card.total_bytes,
+            free_bytes=max(self._limit_bytes - allocator.reserved_bytes, 0),
+            others_bytes=self._others_bytes,
+            context_bytes=self._context_bytes,
+            allocated_bytes=allocator.allocated_bytes,
+            reserved_bytes=allocator.reserved_bytes,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            alloc_retries=allocator.alloc_retries,
+        )
+
+    def reset_peaks(self) -> None:
+        self._allocator.reset_peaks()
+
+    def release_cache(self) -> None:
+        self._allocator.release_cache()
+
+    def synchronize(self) -> None:
+        pass
+
+    def new_stream(self) -> SimulatedStream:
+        self._streams += 1
+        return SimulatedStream(self._streams - 1)
+
+    def current_stream(self) -> SimulatedStream:
+        return self._stream
+
+    @contextmanager
+    def on(self, stream: SimulatedStream) -> Iterator[None]:  # type: ignore[override]
+        outer, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = outer
+
+    def is_defined(self, tensor: torch.Tensor) -> bool:
+        return backend.is_defined(tensor)
+
+    def check_integrity(self) -> None:
+        """Raises DeviceIntegrityError unless what is allocated is what is alive."""
+        self._allocator.check_integrity()
+        if self._allocator.live_blocks > live_buffers():
+            raise DeviceIntegrityError(
+                f"{self._allocator.live_blocks} blocks are allocated and "
+                f"{live_buffers()} storages alive"
+            )
+
+    def allocate(self, nbytes: int) -> Callable[[], None]:
+        self.faults.allocation()
+        try:
+            block = self._allocator.allocate(nbytes, self._stream.number)
+        except AllocatorFull as full:
+            raise self._out_of_memory(full) from None
+        allocator = self._allocator
+        return lambda: allocator.free(block)
+
+    def _out_of_memory(self, full: AllocatorFull) -> torch.OutOfMemoryError:
+        free = max(full.limit_bytes - full.reserved_bytes, 0)
+        used = self._context_bytes + full.reserved_bytes
+        error = torch.OutOfMemoryError(
+            f"{DEVICE_TYPE} out of memory. Tried to allocate {_size(full.requested_bytes)}. "
+            f"GPU 0 has a total capacity of {_size(self.card.total_bytes)} of which "
+            f"{_size(free)} is free. Including non-PyTorch memory, this process has "
+            f"{_size(used)} memory in use. Of the allocated memory {_size(full.allocated_bytes)} "
+            f"is allocated by PyTorch, and {_size(full.reserved_bytes - full.allocated_bytes)} "
+            "is reserved by PyTorch but unallocated."
+        )
+        error.shortfall = Shortfall(full.requested_bytes, free)  # type: ignore[attr-defined]
+        return error
+
+    def count_copy(self, h2d_bytes: int, d2h_bytes: int) -> None:
+        self.faults.copy()
+        now = self._transfers
+        if h2d_bytes:
+            now = replace(
+                now, h2d_bytes=now.h2d_bytes + h2d_bytes, h2d_copies=now.h2d_copies + 1
+            )
+        if d2h_bytes:
+            now = replace(
+                now, d2h_bytes=now.d2h_bytes + d2h_bytes, d2h_copies=now.d2h_copies + 1
+            )
+        self._transfers = now
+
+    def module(self) -> dict[str, Any]:
+        allocator = self._allocator
+        return {
+            "empty_cache": self.release_cache,
+            "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,
+            "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,
+            "mem_get_info": lambda device=None: (self.read().free_bytes, self.card.total_bytes),
+            "memory_allocated": lambda device=None: allocator.allocated_bytes,
+            "memory_reserved": lambda device=None: allocator.reserved_bytes,
+            "reset_peak_memory_stats": lambda device=None: self.reset_peaks(),
+            "synchronize": lambda device=None: None,
+        }
+
+    def __enter__(self) -> SimulatedCard:
+        other = backend.card_in_slot()
+        if other is not None:
+            raise DeviceBusyError(
+                f"{other} is in {DEVICE_TYPE}:0", hint="leave its `with` block first"
+            )
+        if live_buffers():
+            gc.collect()
+        if live_buffers():
+            raise DeviceBusyError(
+                f"{live_buffers()} tensors of the card that was in {DEVICE_TYPE}:0 are alive",
+                hint="drop them, or move them to the host, before the next card is put in",
+            )
+        backend.put_in(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        backend.put_in(None)
+
+    def __str__(self) -> str:
+        return f"{self.card.name} ({self.card.total_bytes / GIB:.2f} GiB, simulated)"
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the text of CUDA's own error."""
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.2f} GiB"
+    if nbytes >= MIB:
+        return f"{nbytes / MIB:.2f} MiB"
+    return f"{nbytes / 1024:.2f} KiB" if nbytes >= 1024 else f"{nbytes} bytes"

@@ -1,0 +1,170 @@
+"""Conducting the uses: weights are prepared when a phase begins and released when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..offload.device import Device, Reading, Transfers
+from ..offload.strategy import Strategy
+from .component import Component
+from .graph import PhaseGraph
+from .use import ComponentUse
+from .watch import Call, phases, watch
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReading:
+    """Read where a phase ends, before its uses finish; peaks are since it began."""
+
+    phase: str
+    reading: Reading
+    transfers: Transfers
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What one request did. `phase` is the one under way, or the one that an error ended."""
+
+    phase: str | None = None
+    readings: list[PhaseReading] = field(default_factory=list)
+    transfers: Transfers = field(default_factory=Transfers)
+
+
+class Conductor:
+    """Tells from the components' own calls which phase a pipeline is in.
+
+    A use begins when its component is first called in a phase, and ends when the next phase
+    begins or the request ends: no code of the pipeline's has to say so. Without a graph each
+    component that works is a phase of its own, which is how the graph is found.
+    """
+
+    def __init__(
+        self,
+        components: Iterable[Component],
+        strategies: Mapping[str, Strategy],
+        device: Device,
+    ) -> None:
+        self.components = tuple(components)
+        self.strategies = strategies
+        self.device = device
+        self.graph: PhaseGraph | None = None
+        self._entries: frozenset[Call] = frozenset()
+        self._handles: list[RemovableHandle] = []
+        self._phase: str | None = None
+        self._open: dict[str, ComponentUse] = {}
+        self._trace: RequestTrace | None = None
+        self._since = Transfers()
+
+    def install(self) -> None:
+        """Hook the modules through which the components are entered: each component, its
+        children, and what else was seen to be called from outside."""
+        for component in self.components:
+            entered = {component.module, *component.module.children()}
+            entered |= {
+                component.module.get_submodule(call.entry)
+                for call in self._entries
+                if call.component == component.name
+            }
+            for module in component.module.modules():
+                if module in entered and not isinstance(module, nn.ModuleList):
+                    hook = _Entered(self, component.name)
+                    self._handles.append(module.register_forward_pre_hook(hook))
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._phase = None
+        self._open.clear()
+
+    @contextmanager
+    def request(self) -> Iterator[RequestTrace]:
+        """One request. An error inside gives up what the phase under way has on the device."""
+        trace = self._trace = RequestTrace()
+        self._settle()
+        self._begin_reading()
+        begin = self._since
+        try:
+            yield trace
+            self._end_phase()
+            trace.transfers = self.device.transfers - begin
+        except BaseException:
+            for component in self._open:
+                self.strategies[component].placement.release_all()
+            self._open.clear()
+            self._phase = None
+            raise
+        finally:
+            self._trace = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, each component that works is a phase of its own; afterwards the graph is what
+        they showed, or None if none worked."""
+        self.graph = None
+        with watch(self.components, self.enter) as calls:
+            yield
+        self.graph = PhaseGraph(phases(calls)) if calls else None
+        if not self._entries.issuperset(calls):
+            self._entries |= {*calls}
+            if self._handles:
+                self.remove()
+                self.install()
+
+    def enter(self, component: str) -> None:
+        """`component` is about to work. Raises torch.OutOfMemoryError where its weights don't fit,
+        PhaseError where no phase uses it."""
+        if component in self._open:
+            return
+        phase = self._phase_of(component)
+        if phase != self._phase:
+            self._end_phase()
+            self._phase = phase
+            if self._trace is not None:
+                self._trace.phase = phase
+        use = ComponentUse(phase, component)
+        if self.graph is not None:
+            use = self.graph.uses_in(phase)[component]
+        self._open[component] = use
+        self.strategies[component].prepare(use)
+
+    def _phase_of(self, component: str) -> str:
+        if self.graph is None:
+            return component
+        return self.graph.phase_of(component, since=self._phase or self.graph.first)
+
+    def _end_phase(self) -> None:
+        if self._phase is None:
+            return
+        if self._trace is not None:
+            moved = self.device.transfers - self._since
+            self._trace.readings.append(PhaseReading(self._phase, self.device.read(), moved))
+        self._settle()
+        self._begin_reading()
+
+    def _settle(self) -> None:
+        """Finish the uses that are open: those of the phase that ended."""
+        while self._open:
+            component, use = self._open.popitem()
+            if self.graph is not None:
+                use = self.graph.uses_in(use.phase)[component]
+            self.strategies[component].finish(use)
+        self._phase = None
+
+    def _begin_reading(self) -> None:
+        self.device.reset_peaks()
+        self._since = self.device.transfers
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    conductor: Conductor
+    component: str
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.conductor.enter(self.component)

@@ -1,0 +1,106 @@
+"""What the user declares of each component: where it lives, and how much of it is resident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..offload.device import Device
+from ..offload.errors import InputError, UnknownNameError
+from ..offload.layers import LayerGroup, layer_groups
+from ..offload.layerwise import LayerwiseOffload
+from ..offload.placement import ComponentOffload, Placement, Resident
+from .component import Component, ComponentGroup, resolve
+
+
+class ResidencyMode(StrEnum):
+    RESIDENT = "resident"
+    LAYERWISE_OFFLOAD = "layerwise-offload"
+    COMPONENT_OFFLOAD = "component-offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """`resident_layers`: as declared, one count for each layer group."""
+
+    mode: ResidencyMode
+    resident_layers: tuple[int, ...] = ()
+
+    def place(self, component: Component, device: Device, *, prefetch: int) -> Placement:
+        """Raises OffloadError where the component can't be placed so."""
+        if self.mode is ResidencyMode.RESIDENT:
+            return Resident(component.module, device)
+        if self.mode is ResidencyMode.COMPONENT_OFFLOAD:
+            return ComponentOffload(component.module, device)
+        return LayerwiseOffload(
+            component.module, device, resident_layers=self.resident_layers, prefetch=prefetch
+        )
+
+
+def declare(
+    components: Iterable[Component],
+    residency: Mapping[str, str],
+    resident_layers: Mapping[str, str],
+) -> dict[str, Declaration]:
+    """One declaration for each component.
+
+    What `residency` leaves open: a VAE, whose decoder is hooked by no layers that run in a row,
+    and whatever has no layer groups are resident; the rest is streamed layer by layer.
+    Raises InputError for names and numbers that can't be, and for resident layers of a component
+    that isn't layerwise, where they would do nothing.
+    """
+    parts = {component.name: component for component in components}
+    modes = {name: _mode(text) for name, text in resolve(residency, parts).items()}
+    layers = resolve(resident_layers, parts)
+    declared = {}
+    for name, component in parts.items():
+        groups = layer_groups(component.module)
+        mode = modes.get(name) or _default(component, groups)
+        if mode is ResidencyMode.LAYERWISE_OFFLOAD:
+            counts = count_layers(layers.get(name, "0"), groups)
+        elif name in layers:
+            raise InputError(
+                f"resident layers of {name} are {layers[name]}, and {name} is {mode}",
+                hint=f"declare {name}=layerwise-offload, or leave its resident layers out",
+            )
+        else:
+            counts = ()
+        declared[name] = Declaration(mode, counts)
+    return declared
+
+
+def _mode(text: str) -> ResidencyMode:
+    try:
+        return ResidencyMode(text)
+    except ValueError:
+        raise UnknownNameError("residency", text, [*ResidencyMode]) from None
+
+
+def _default(component: Component, groups: Sequence[LayerGroup]) -> ResidencyMode:
+    if component.group is ComponentGroup.VAE or not groups:
+        return ResidencyMode.RESIDENT
+    return ResidencyMode.LAYERWISE_OFFLOAD
+
+
+def count_layers(text: str, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+    """Resident layers of each group: `all`, a count, or a fraction below 1.
+
+    As in SGLang, a count is of each group, at most what it has, and a fraction is rounded in each
+    group, to at least one layer. Raises InputError.
+    """
+    sizes = [len(group.layers) for group in groups]
+    if text == "all":
+        return tuple(sizes)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0 or (value > 1 and not value.is_integer()) or text.strip() in ("1.0", "1."):
+        raise InputError(
+            f"resident layers are {text!r}",
+            hint="give a count of layers (0, 1, 2, …), a fraction below 1 (0.65), or all",
+        )
+    if value >= 1 or value == 0:
+        return tuple(min(int(value), size) for size in sizes)
+    return tuple(max(1, round(value * size)) for size in sizes)

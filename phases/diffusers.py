@@ -1,0 +1,92 @@
+"""Any diffusers pipeline, classic or modular, behind one adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..offload.device import Device
+from ..offload.errors import InputError
+from .arguments import default_steps
+from .component import Component
+from .requests import run
+from .shape import Shape
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request made, and at which shape: pipelines round to multiples of their own."""
+
+    value: torch.Tensor
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _ExecutesOn:
+    """What diffusers reads of an accelerate hook: where the inputs have to be."""
+
+    execution_device: torch.device
+
+
+class DiffusersPipeline:
+    """Takes the components from the pipeline, and knows nothing of the model.
+
+    Raises InputError if the pipeline has no component that is a torch module.
+    """
+
+    def __init__(self, pipeline: Any, *, name: str | None = None) -> None:
+        from torch import nn
+
+        self.pipeline = pipeline
+        self.name = name or type(pipeline).__name__
+        self._modules = {
+            key: module
+            for key, module in pipeline.components.items()
+            if isinstance(module, nn.Module)
+        }
+        self.components = tuple(
+            Component(key, module)
+            for key, module in self._modules.items()
+            if next(module.parameters(), None) is not None
+        )
+        if not self.components:
+            raise InputError(
+                f"{self.name} has no component with weights",
+                hint="load the pipeline's components before it is planned",
+            )
+
+    def bind(self, device: Device) -> None:
+        """Make the pipeline put its inputs on `device`, wherever its components' weights are.
+
+        Diffusers asks a component's `_hf_hook` where it executes, and where it has none, takes the
+        device of its weights, which between uses is the host.
+        Raises InputError where another offload has put its own hook there.
+        """
+        executes_on = _ExecutesOn(device.torch_device)
+        for name, module in self._modules.items():
+            if "_hf_hook" in vars(module):
+                raise InputError(
+                    f"{name} of {self.name} is offloaded by {type(vars(module)['_hf_hook'])}",
+                    hint="hand the pipeline over without its own offloading enabled",
+                )
+        for module in self._modules.values():
+            module._hf_hook = executes_on
+
+    def unbind(self) -> None:
+        for module in self._modules.values():
+            if isinstance(vars(module).get("_hf_hook"), _ExecutesOn):
+                del module._hf_hook
+
+    def run(self, shape: Shape, *, seed: int = 0) -> Output:
+        """One request. Raises ShapeError where the pipeline refuses the shape."""
+        value = run(self.pipeline, shape, seed=seed)
+        height, width = value.shape[-2:]
+        frames = value.shape[1] if value.dim() == 5 else shape.frames
+        return Output(value, replace(shape, width=width, height=height, frames=frames))
+
+    def steps(self, shape: Shape) -> int | None:
+        """Denoise steps of a request at `shape`; None where the pipeline has none."""
+        return shape.steps or default_steps(self.pipeline)

@@ -1,0 +1,157 @@
+"""The warmup: each largest shape, twice, so that the gap into the next request counts."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..offload.errors import InputError, PhaseError
+from ..offload.oom import Shortfall
+from .conductor import Conductor, RequestTrace
+from .diffusers import DiffusersPipeline, Output
+from .shape import Shape
+
+REQUESTS = 2
+STEPS = 2
+"""Denoise steps of a warmup request. Later ones are like the second, and take no more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRun:
+    """What a sweep saw at one shape."""
+
+    asked: Shape
+    run: Shape
+    traces: tuple[RequestTrace, ...]
+    """Of the requests, in order."""
+    output: torch.Tensor | None
+    """On the host; None where the data is virtual."""
+
+    def peak_bytes(self, phase: str) -> int:
+        """The most that tensors held in `phase`, over all requests."""
+        return max(
+            reading.reading.peak_allocated_bytes
+            for trace in self.traces
+            for reading in trace.readings
+            if reading.phase == phase
+        )
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Of a request in the steady state: the last."""
+        return self.traces[-1].transfers.h2d_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The error that ended a sweep, and where. Holds none of the error's tensors."""
+
+    phase: str | None
+    shape: Shape | None
+    is_oom: bool
+    shortfall: Shortfall | None
+    detail: str
+
+    @classmethod
+    def of(cls, error: BaseException, phase: str | None, shape: Shape | None) -> Failure:
+        """What `error` says; its frames let go of what they hold."""
+        is_oom = isinstance(error, torch.OutOfMemoryError)
+        kind = "" if is_oom else f"{type(error).__name__}: "
+        failure = cls(
+            phase, shape, is_oom, Shortfall.of(error) if is_oom else None, f"{kind}{error}"
+        )
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen.__traceback__ = None
+            seen = seen.__context__
+        return failure
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    runs: tuple[ShapeRun, ...]
+    failure: Failure | None = None
+
+
+class Warmup:
+    """Runs a pipeline at the largest shapes of its envelope."""
+
+    def __init__(
+        self, pipeline: DiffusersPipeline, conductor: Conductor, shapes: Sequence[Shape]
+    ) -> None:
+        self.pipeline = pipeline
+        self.conductor = conductor
+        self.shapes = tuple(shapes)
+        self._passes: dict[Shape, dict[tuple[str, str], int]] = {}
+
+    def discover(self) -> Failure | None:
+        """Watch a request of each shape; the conductor has the graph of phases afterwards.
+
+        Raises PhaseError where two shapes have different phases, InputError where the pipeline
+        refuses one.
+        """
+        first = None
+        for shape in self.shapes:
+            with self.conductor.watching():
+                result = self._request(shape)
+            if isinstance(result, Failure):
+                return result
+            graph = self.conductor.graph
+            if graph is None:
+                raise PhaseError(f"no component of {self.pipeline.name} worked at {shape}")
+            first = first or graph
+            if not graph.is_like(first):
+                raise PhaseError(
+                    f"{shape} runs {' → '.join(graph.phases)}, and {self.shapes[0]} runs "
+                    f"{' → '.join(first.phases)}",
+                    hint="plan shapes that have different phases apart",
+                )
+            self._passes[shape] = graph.passes
+            self.conductor.graph = first
+        return None
+
+    def passes(self, shape: Shape) -> dict[tuple[str, str], int]:
+        """Of each use at a shape, by phase and component."""
+        return self._passes[shape]
+
+    def sweep(self) -> Sweep:
+        """Run the shapes, and stop at the first error."""
+        runs: list[ShapeRun] = []
+        for shape in self.shapes:
+            traces: list[RequestTrace] = []
+            output: Output | None = None
+            for _ in range(REQUESTS):
+                output = None
+                result = self._request(shape)
+                if isinstance(result, Failure):
+                    return Sweep(tuple(runs), result)
+                trace, output = result
+                traces.append(trace)
+            assert output is not None
+            value = output.value
+            defined = self.conductor.device.is_defined(value)
+            runs.append(
+                ShapeRun(shape, output.shape, tuple(traces), value.cpu() if defined else None)
+            )
+        return Sweep(tuple(runs))
+
+    def _request(self, shape: Shape) -> tuple[RequestTrace, Output] | Failure:
+        conductor = self.conductor
+        if conductor.graph is not None and shape in self._passes:
+            conductor.graph.expect(self._passes[shape])
+        trace = None
+        try:
+            with conductor.request() as trace, torch.no_grad():
+                output = self.pipeline.run(replace(shape, steps=min(shape.steps or STEPS, STEPS)))
+            return trace, output
+        except InputError:
+            raise
+        except Exception as error:
+            failure = Failure.of(error, trace.phase if trace else None, shape)
+        gc.collect()
+        return failure

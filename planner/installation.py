@@ -1,0 +1,117 @@
+"""A pipeline on a device: components placed as declared, and their uses conducted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..offload.device import Device
+from ..offload.errors import OffloadError
+from ..offload.placement import Placement
+from ..offload.strategy import Strategy
+from ..phases.component import ComponentGroup
+from ..phases.conductor import Conductor
+from ..phases.declaration import Declaration
+from ..phases.diffusers import DiffusersPipeline
+from ..phases.graph import PhaseGraph
+from ..phases.shape import Shape
+from ..phases.use import ComponentUse
+from ..phases.warmup import STEPS, Warmup
+from .candidates import Option, Place
+from .transaction import Bind, Conduct, Onload, Operation, Transaction
+
+
+class Installation:
+    """Nothing is moved until the transaction of `transaction()` is applied.
+
+    Raises OffloadError where a component can't be placed as declared, or where two components
+    share weights that would have to be in two places.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusersPipeline,
+        device: Device,
+        declarations: Mapping[str, Declaration],
+        shapes: Sequence[Shape],
+        *,
+        prefetch: int = 1,
+    ) -> None:
+        _check_sharing(pipeline)
+        self.pipeline = pipeline
+        self.device = device
+        self.declarations = declarations
+        self.placements: dict[str, Placement] = {
+            component.name: declarations[component.name].place(
+                component, device, prefetch=prefetch
+            )
+            for component in pipeline.components
+        }
+        strategies = {name: Strategy(each) for name, each in self.placements.items()}
+        self.conductor = Conductor(pipeline.components, strategies, device)
+        self.warmup = Warmup(pipeline, self.conductor, shapes)
+
+    @property
+    def graph(self) -> PhaseGraph:
+        graph = self.conductor.graph
+        assert graph is not None, "discover the phases first"
+        return graph
+
+    def transaction(self) -> Transaction:
+        operations: list[Operation] = [Bind(self.pipeline, self.device)]
+        operations += [Onload(placement) for placement in self.placements.values()]
+        operations.append(Conduct(self.conductor))
+        return Transaction(self.pipeline, self.device, operations)
+
+    def options(self) -> Iterator[Option]:
+        """One for each use of a component that leaves the device between its uses."""
+        for use in self.graph.uses:
+            placement = self.placements[use.component]
+            if placement.retained_bytes:
+                yield self._option(use, placement)
+
+    def _option(self, use: ComponentUse, placement: Placement) -> Option:
+        gap = self.graph.gap(use)
+        demands: dict[Place, int] = {}
+        for shape in self.warmup.shapes:
+            passes = self.warmup.passes(shape)
+            for phase in gap.phases:
+                demands[phase, shape] = placement.retained_bytes
+            # At both ends of the gap the set is in use, and only what the baseline doesn't hold
+            # there anyway comes on top of it.
+            for end in {use.phase, gap.next_use.phase}:
+                held = passes[end, use.component] > 1
+                grown = placement.use_bytes(holds_resident_set=True)
+                demands[end, shape] = grown - placement.use_bytes(holds_resident_set=held)
+        return Option(
+            use,
+            placement.retained_bytes,
+            placement.saved_bytes(passes=gap.next_use.passes),
+            demands,
+        )
+
+    def h2d_bytes(self, shape: Shape, swept_bytes: int) -> int:
+        """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps."""
+        steps = self.pipeline.steps(shape) or STEPS
+        swept = min(shape.steps or STEPS, STEPS)
+        more = 0
+        for (phase, component), passes in self.warmup.passes(shape).items():
+            if ComponentGroup.of(component) is ComponentGroup.DIT:
+                use = self.graph.uses_in(phase)[component]
+                a_pass = self.placements[component].pass_bytes(
+                    holds_resident_set=passes > 1 or use.retain_resident_layers
+                )
+                more += a_pass * (passes * steps // swept - passes)
+        return swept_bytes + more
+
+
+def _check_sharing(pipeline: DiffusersPipeline) -> None:
+    owners: dict[int, str] = {}
+    for component in pipeline.components:
+        for tensor in (*component.module.parameters(), *component.module.buffers()):
+            owner = owners.setdefault(tensor.untyped_storage()._cdata, component.name)
+            if owner != component.name and tensor.numel():
+                raise OffloadError(
+                    f"{owner} and {component.name} of {pipeline.name} share a storage of "
+                    f"{tensor.untyped_storage().nbytes()} bytes",
+                    hint="give each component weights of its own before it is planned",
+                )

@@ -1,0 +1,165 @@
+"""The plan for one card: what is retained, and the evidence for it.
+
+The field names are an interface: `residency plan --json` prints them, and other programs read them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Value(BaseModel):
+    """A frozen value that takes no unknown field and documents each with the text under it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Status(StrEnum):
+    COMMITTED = "committed"
+    """A candidate was validated and stays applied."""
+    BASELINE_ONLY = "baseline_only"
+    """The pipeline runs, and retaining nothing is the plan."""
+    INFEASIBLE = "infeasible"
+    """The baseline itself doesn't fit the card."""
+
+
+class Verdict(StrEnum):
+    """What validation said of a candidate."""
+
+    ACCEPTED = "accepted"
+    OOM = "oom"
+    HEADROOM = "headroom"
+    """It ran, and left less than the margin free in a phase."""
+    SLOWER = "slower"
+    """It moved more bytes a request than the baseline."""
+    OUTPUT = "output"
+    """Its output isn't the baseline's."""
+    CRASH = "crash"
+    """An error other than out of memory."""
+
+
+class Reason(StrEnum):
+    """Why a use retains, or doesn't. For people: nothing is decided by it."""
+
+    RETAINED = "retained"
+    RESIDENT = "resident"
+    """The component never leaves the card, so there is nothing to retain."""
+    NOTHING_SAVED = "nothing_saved"
+    """Retaining would save no copy."""
+    NO_HEADROOM = "no_headroom"
+    """A later phase has too little headroom for it."""
+    REFUTED = "refuted"
+    """It was tried, and validation refuted it."""
+    OUTBID = "outbid"
+    """It fits alone, and what is retained instead saves more."""
+    BASELINE_FAILED = "baseline_failed"
+    """The pipeline doesn't run here even with nothing retained."""
+
+
+class UsePlan(Value):
+    phase: str
+    component: str
+    retain_resident_layers: bool
+    resident_layers: int
+    """Layers of the resident set that was declared."""
+    total_layers: int
+    retained_bytes: int
+    """Device bytes across the gap if this use retains; what it would take if it doesn't."""
+    saved_h2d_bytes: int
+    """Bytes a request that retaining this use saves."""
+    saved_s: float
+    """Those bytes over `Plan.copy_bytes_per_s`."""
+    reason: Reason
+    shortfall_bytes: int | None
+    """How much is missing, with NO_HEADROOM in `limiting_phase` by the model, with REFUTED by OOM
+    in the allocation that failed."""
+    limiting_phase: str | None
+
+
+class PhasePlan(Value):
+    name: str
+    shape: str
+    """As asked for."""
+    peak_bytes: int
+    """Allocated by tensors at the most in the baseline, weights included."""
+    headroom_bytes: int
+    """capacity − others − context − peak − margin: what retained weights may take."""
+    retained_bytes: int
+    """What the plan adds to this phase."""
+    binding: bool
+    """The phase and shape that leaves retained sets the least room."""
+
+
+class ShapePlan(Value):
+    asked: str
+    run: str | None
+    """The size that came out: pipelines round to multiples of their own. None if nothing did."""
+
+
+class ComponentPlan(Value):
+    name: str
+    residency: str
+    resident_layers: int
+    total_layers: int
+    weight_bytes: int
+    """Device bytes of all its weights."""
+    non_layer_bytes: int
+    """Of which in no layer."""
+
+
+class Attempt(Value):
+    retained: tuple[str, ...]
+    """Component names."""
+    beyond_model: bool
+    """The model said that it wouldn't fit, and it was tried all the same."""
+    predicted_shortfall_bytes: int
+    """What the model said was missing; 0 if it fits."""
+    verdict: Verdict
+    phase: str | None
+    shape: str | None
+    shortfall_bytes: int | None
+    """With OOM: bytes asked for less bytes free, in the allocation that failed. With HEADROOM: how
+    much of the margin was missing."""
+    detail: str | None
+    """The error's own text, or the numbers."""
+    rolled_back: bool
+    """The pipeline was put back, compared with the state before, and found equal."""
+
+
+class Infeasible(Value):
+    phase: str
+    """`load` where resident components alone don't fit."""
+    shape: str | None
+    shortfall_bytes: int | None
+    """Bytes asked for less bytes free, in the allocation that failed: at least so much is short."""
+    detail: str
+
+
+class BytesPerRequest(Value):
+    """At the largest shape of the most bytes, from the second request on."""
+
+    baseline: int
+    planned: int
+
+
+class Plan(Value):
+    card: str
+    capacity_bytes: int
+    others_bytes: int
+    context_bytes: int
+    margin_bytes: int
+    status: Status
+    components: tuple[ComponentPlan, ...]
+    shapes: tuple[ShapePlan, ...]
+    uses: tuple[UsePlan, ...]
+    phases: tuple[PhasePlan, ...]
+    attempts: tuple[Attempt, ...]
+    infeasible: Infeasible | None
+    h2d_bytes_per_request: BytesPerRequest | None
+    copy_bytes_per_s: float
+    copy_rate_source: str
+    """Where the rate comes from, and what is assumed."""
+    device: str
+    """What the plan was validated on: `simulated`, or the driver's name of the card."""

@@ -1,0 +1,50 @@
+"""What to plan: one pipeline, its envelope, and the cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..offload.cards import Card
+from ..phases.shape import Shape
+
+MIB = 1 << 20
+
+MARGIN_BYTES = 256 * MIB
+"""Kept free in every phase: what the allocator loses to fragmentation isn't in a peak of allocated
+bytes. Validation, not the margin, is what proves a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Raises InputError, from `plan`, where a name or a number can't be."""
+
+    pipeline: str
+    """A family's name."""
+    cards: tuple[Card, ...]
+    shapes: tuple[Shape, ...] = ()
+    """The envelope; empty: the request that the model card recommends."""
+    component_residency: Mapping[str, str] = field(default_factory=dict)
+    """Component or group (dit, text_encoder, image_encoder, vae, all) → resident,
+    layerwise-offload or component-offload."""
+    resident_layers: Mapping[str, str] = field(default_factory=dict)
+    """Component or group → a count (of each layer group), a fraction below 1, or `all`."""
+    context_bytes: int | None = None
+    others_bytes: int = 0
+    margin_bytes: int = MARGIN_BYTES
+    explore: int = 0
+    """Also try the N best candidates that the model says don't fit."""
+    prefetch: int = 1
+    tiny: bool = False
+    """The family's tiny config, with real arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A line for whoever waits: which card, and what is being done."""
+
+    card: str
+    doing: str
+
+
+Listener = Callable[[Progress], None]

@@ -1,0 +1,76 @@
+"""What a person sees, against the files in golden/. `RESIDENCY_GOLDEN=write` writes them anew."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from canned import COMMITTED, INFEASIBLE, NO_HEADROOM, REFUTED, report
+from rich.console import Console, RenderableType
+
+from residency.cli.render.cards import cards_view
+from residency.cli.render.report import report_view
+from residency.cli.screen import rendered
+from residency.offload.cards import CARDS
+
+GOLDEN = Path(__file__).parent / "golden"
+VIEWS = {
+    "committed": report_view(report(COMMITTED)),
+    "no_headroom": report_view(report(NO_HEADROOM)),
+    "refuted": report_view(report(REFUTED)),
+    "infeasible": report_view(report(INFEASIBLE)),
+    "two_cards": report_view(report(COMMITTED, REFUTED)),
+    "cards": cards_view(CARDS.values()),
+}
+
+every_view = pytest.mark.parametrize(("name", "view"), VIEWS.items(), ids=list(VIEWS))
+
+
+@every_view
+def test_a_view_is_its_golden_text(name: str, view: RenderableType):
+    text = rendered(view, io.StringIO())
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("RESIDENCY_GOLDEN") == "write":
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_every_golden_text_has_its_view():
+    assert {path.stem for path in GOLDEN.iterdir()} == VIEWS.keys()
+
+
+@every_view
+def test_a_view_cuts_nothing_off(name: str, view: RenderableType):
+    assert "…" not in (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@every_view
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_a_narrow_terminal_folds_and_keeps_every_character(
+    name: str, view: RenderableType, width: int
+):
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(view)
+    narrow = captured.get()
+    wide = rendered(view, io.StringIO())
+    assert max(map(len, narrow.split("\n"))) <= width
+    assert sorted(_letters(narrow)) == sorted(_letters(wide))
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).replace("─", "")
+
+
+def test_brackets_in_a_name_are_no_markup():
+    plan = COMMITTED.model_copy(update={"card": "card [bold]x[/bold] :warning:"})
+    assert "on card [bold]x[/bold] :warning: (simulated)" in rendered(
+        report_view(report(plan)), io.StringIO()
+    )
+
+
+def test_a_plan_that_is_no_dry_run_says_what_is_and_not_what_would_be():
+    plan = COMMITTED.model_copy(update={"device": "NVIDIA GeForce RTX 5090"})
+    text = rendered(report_view(report(plan, plan)), io.StringIO())
+    assert "Retains text_encoder" in text
+    assert "ould retain" not in text
