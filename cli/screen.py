@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -28,15 +29,30 @@ def console(stream: TextIO) -> Console:
     )
 
 
+class _Page(io.StringIO):
+    """Takes the text that is meant for `stream`, so that rich itself writes nothing there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
 def rendered(view: RenderableType, stream: TextIO) -> str:
     """`view` as `stream` should show it, with no blanks at the ends of lines."""
-    screen = console(stream)
+    page = _Page(stream)
+    screen = console(page)
     if not stream.isatty():
         unlimited = screen.options.update(max_width=100_000)
         screen.width = max(WIDTH, screen.measure(view, options=unlimited).maximum)
-    with screen.capture() as captured:
-        screen.print(view)
-    return "\n".join(line.rstrip() for line in captured.get().split("\n"))
+    screen.print(view)
+    return "\n".join(line.rstrip() for line in page.getvalue().split("\n"))
 
 
 def show(view: RenderableType) -> None:

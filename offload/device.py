@@ -119,5 +119,12 @@ class Device(ABC):
         """Work issued inside goes to `stream`."""
 
     @abstractmethod
+    def pin(self, host: torch.Tensor) -> torch.Tensor:
+        """A page-locked copy of `host`, which lives as long as the result.
+
+        Raises HostMemoryError where the host can't lock so much.
+        """
+
+    @abstractmethod
     def is_defined(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has values, and not only a shape."""

@@ -9,7 +9,7 @@
     │   ├── DeviceBusyError     another card's tensors are still on the device
     │   ├── DeviceIntegrityError  what is allocated isn't what is alive
     │   └── VirtualDataError    the value of a tensor that has only a shape was asked for
-    ├── OffloadError            a module that can't be offloaded as asked, or a manager used out of order
+    ├── OffloadError            a module that can't be offloaded as asked
     ├── HostMemoryError         host masters that don't fit in host memory
     ├── PhaseError              a run whose phases can't be made into one graph
     ├── BaselineError           the baseline itself doesn't fit: exit code 1

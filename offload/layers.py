@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
+from .host import HostBudget
 
 ALIGNMENT = 512
 """Bytes that regions in one buffer are aligned to: the granularity of CUDA's caching allocator."""
@@ -61,16 +61,20 @@ class _Binding:
 class Region:
     """Bytes of one host storage that tensors overlap in: they move, and are charged, once.
 
-    The host bytes stay where they are: they are the master, and giving the region up only points
-    the tensors back at them.
+    The host bytes stay where they are, and giving the region up only points the tensors back at
+    them. `master` is what is copied to the device: those bytes, or a pinned copy of them.
     """
 
-    __slots__ = ("bindings", "master", "nbytes")
+    __slots__ = ("_pageable", "_pinned_charge", "bindings", "master", "nbytes")
 
     def __init__(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         storage = tensors[0].untyped_storage()
         self.nbytes = stop - start
-        self.master = torch.empty(0, dtype=torch.uint8).set_(storage, start, (self.nbytes,), (1,))
+        self._pageable = torch.empty(0, dtype=torch.uint8).set_(
+            storage, start, (self.nbytes,), (1,)
+        )
+        self.master = self._pageable
+        self._pinned_charge = 0
         self.bindings = tuple(
             _Binding(tensor, tensor.data, _extent(tensor)[0] - start) for tensor in tensors
         )
@@ -86,6 +90,25 @@ class Region:
     def unbind(self) -> None:
         for binding in self.bindings:
             binding.tensor.data = binding.host
+
+    def pin(self, device: Device, budget: HostBudget) -> None:
+        """Copy from page-locked memory from now on. Raises HostMemoryError, having pinned nothing.
+
+        The pageable bytes stay: they are what the tensors stand on when the offload is removed.
+        """
+        if self.nbytes and not self._pinned_charge:
+            charge = budget.charge(self.nbytes)
+            try:
+                self.master = device.pin(self._pageable)
+            except BaseException:
+                budget.give_back(charge)
+                raise
+            self._pinned_charge = charge
+
+    def unpin(self, budget: HostBudget) -> None:
+        self.master = self._pageable
+        budget.give_back(self._pinned_charge)
+        self._pinned_charge = 0
 
 
 class Weights:
@@ -113,9 +136,12 @@ class Weights:
 
         All or nothing.
         """
-        sizes = [aligned(region.nbytes) for region in self.regions]
-        starts = itertools.accumulate(sizes, initial=0)
-        return self._fill(copies, [(buffer, start) for start, _ in zip(starts, sizes, strict=False)])
+        places = []
+        start = 0
+        for region in self.regions:
+            places.append((buffer, start))
+            start += aligned(region.nbytes)
+        return self._fill(copies, places)
 
     def _fill(self, copies: CopyStream, places: Sequence[tuple[torch.Tensor, int]]) -> Event:
         moves = list(zip(self.regions, places, strict=True))
@@ -127,6 +153,19 @@ class Weights:
         for region, (buffer, start) in moves:
             region.bind(buffer, start)
         return copied
+
+    def pin(self, device: Device, budget: HostBudget) -> None:
+        """Pin the masters of all regions, or none. Raises HostMemoryError."""
+        try:
+            for region in self.regions:
+                region.pin(device, budget)
+        except BaseException:
+            self.unpin(budget)
+            raise
+
+    def unpin(self, budget: HostBudget) -> None:
+        for region in self.regions:
+            region.unpin(budget)
 
     def check_on(self, device: Device | None) -> None:
         """Raises OffloadError unless all tensors are on `device`, or on the host for None."""
@@ -189,7 +228,7 @@ def regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte, and the one behind the last, that `tensor` reaches in its storage."""
-    first = tensor.storage_offset() * tensor.element_size()
+    first = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return first, first
     reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))

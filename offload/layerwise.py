@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
+from .host import HostBudget
 from .layers import LayerGroup, Weights, layer_groups, partition
 from .placement import Placement
 
@@ -41,7 +42,7 @@ class _Loaded:
 
 class LayerwiseOffload(Placement):
     """Streams the layers of `module` to `device`; `resident_layers` of each group, the leading
-    ones, are its resident set.
+    ones, are its resident set. With `pin`, copies come from pinned host masters charged to it.
 
     Raises OffloadError if the module has no layer groups, or counts that don't fit them.
     """
@@ -53,10 +54,12 @@ class LayerwiseOffload(Placement):
         *,
         resident_layers: Sequence[int] = (),
         prefetch: int = 1,
+        pin: HostBudget | None = None,
     ) -> None:
         self.module = module
         self.device = device
         self.prefetch = prefetch
+        self.pin = pin
         self.groups = layer_groups(module)
         if not self.groups:
             raise OffloadError(
@@ -148,18 +151,27 @@ class LayerwiseOffload(Placement):
         return frozenset(self._loaded)
 
     def install(self) -> None:
-        """Hook the layers. Raises OffloadError if they are hooked already."""
+        """Pin the host masters, if a budget for it was given, and hook the layers.
+
+        Raises HostMemoryError where the budget is too small, OffloadError if installed already.
+        """
         if self._handles:
             raise OffloadError("the layers are hooked already", hint="call remove() first")
+        if self.pin is not None:
+            for weights in (*self._layers, self._rest):
+                weights.pin(self.device, self.pin)
         for i, layer in enumerate(self._modules):
             self._handles.append(layer.register_forward_pre_hook(_Enter(self, i)))
             self._handles.append(layer.register_forward_hook(_Leave(self, i)))
 
     def remove(self) -> None:
-        """`release_all`, and the hooks gone without trace."""
+        """`release_all`, the hooks gone without trace, and nothing pinned."""
         self.release_all()
         while self._handles:
             self._handles.pop().remove()
+        if self.pin is not None:
+            for weights in (*self._layers, self._rest):
+                weights.unpin(self.pin)
 
     def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
         self._in_use = True

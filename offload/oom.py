@@ -23,7 +23,7 @@ class Shortfall:
 
     @classmethod
     def of(cls, error: BaseException) -> Shortfall | None:
-        """Exact from a simulated card, to two decimals from CUDA's text, None where it says none."""
+        """Exact from a simulated card; from CUDA's text, to two decimals; None if it has none."""
         given = getattr(error, "shortfall", None)
         if isinstance(given, cls):
             return given

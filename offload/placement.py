@@ -1,8 +1,8 @@
 """Where a component's weights are, use by use: the interface, and the two placements in one piece.
 
-    Resident            on the device from `install` to `remove`
-    ComponentOffload    on the device during a use, and across a gap where it is kept
-    LayerwiseOffload    layer by layer, in layerwise.py
+Resident            on the device from `install` to `remove`
+ComponentOffload    on the device during a use, and across a gap where it is kept
+LayerwiseOffload    layer by layer, in layerwise.py
 """
 
 from __future__ import annotations

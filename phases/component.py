@@ -59,11 +59,12 @@ def select(selector: str, names: Iterable[str]) -> Iterator[str]:
     Raises UnknownNameError where it means none.
     """
     names = tuple(names)
-    found = [
-        name
-        for name in names
-        if selector in (name, ALL) or (selector not in names and selector == ComponentGroup.of(name))
-    ]
+    if selector in names:
+        found = [selector]
+    elif selector == ALL:
+        found = [*names]
+    else:
+        found = [name for name in names if ComponentGroup.of(name) == selector]
     if not found:
         groups = {str(ComponentGroup.of(name)) for name in names} - {ComponentGroup.OTHER}
         raise UnknownNameError("component", selector, (*names, *sorted(groups - {*names}), ALL))
@@ -77,6 +78,4 @@ def resolve(assignments: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T
     """
     names = tuple(names)
     order = sorted(assignments, key=lambda selector: (selector != ALL, selector in names))
-    return {
-        name: assignments[selector] for selector in order for name in select(selector, names)
-    }
+    return {name: assignments[selector] for selector in order for name in select(selector, names)}

@@ -73,7 +73,7 @@ class DiffusersPipeline:
                     hint="hand the pipeline over without its own offloading enabled",
                 )
         for module in self._modules.values():
-            module._hf_hook = executes_on
+            module._hf_hook = executes_on  # type: ignore[assignment]
 
     def unbind(self) -> None:
         for module in self._modules.values():

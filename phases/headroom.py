@@ -9,7 +9,7 @@ from .shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """capacity − others − context − peak − margin, with its terms kept apart."""
+    """capacity - others - context - peak - margin, with its terms kept apart."""
 
     phase: str
     shape: Shape

@@ -26,9 +26,7 @@ class Call:
 
 
 @contextmanager
-def watch(
-    components: Iterable[Component], called: Callable[[str], None]
-) -> Iterator[list[Call]]:
+def watch(components: Iterable[Component], called: Callable[[str], None]) -> Iterator[list[Call]]:
     """Collects the calls made inside the block; `called` hears of each before the module runs.
 
     Torch's hooks for all modules are used, so nothing is left on the pipeline's own.

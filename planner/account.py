@@ -115,9 +115,7 @@ def _with_options(
         yield use, by_place.get((use.phase, use.component))
 
 
-def _reason(
-    settlement: Settlement, option: Option | None
-) -> tuple[Reason, int | None, str | None]:
+def _reason(settlement: Settlement, option: Option | None) -> tuple[Reason, int | None, str | None]:
     if option is None:
         return Reason.RESIDENT, None, None
     committed, limits = settlement.committed, settlement.limits

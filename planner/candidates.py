@@ -100,7 +100,7 @@ def candidates(options: Iterable[Option]) -> Iterator[Candidate]:
     queue: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
     last = len(ordered) - 1
     while queue:
-        lost, _, left_out = heapq.heappop(queue)
+        _, _, left_out = heapq.heappop(queue)
         kept = tuple(option for i, option in enumerate(ordered) if i not in left_out)
         if kept:
             yield Candidate(kept)

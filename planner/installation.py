@@ -41,9 +41,7 @@ class Installation:
         self.device = device
         self.declarations = declarations
         self.placements: dict[str, Placement] = {
-            component.name: declarations[component.name].place(
-                component, device, prefetch=prefetch
-            )
+            component.name: declarations[component.name].place(component, device, prefetch=prefetch)
             for component in pipeline.components
         }
         strategies = {name: Strategy(each) for name, each in self.placements.items()}

@@ -73,8 +73,7 @@ class UsePlan(Value):
     """Those bytes over `Plan.copy_bytes_per_s`."""
     reason: Reason
     shortfall_bytes: int | None
-    """How much is missing, with NO_HEADROOM in `limiting_phase` by the model, with REFUTED by OOM
-    in the allocation that failed."""
+    """How much is missing in `limiting_phase`."""
     limiting_phase: str | None
 
 
@@ -85,7 +84,7 @@ class PhasePlan(Value):
     peak_bytes: int
     """Allocated by tensors at the most in the baseline, weights included."""
     headroom_bytes: int
-    """capacity − others − context − peak − margin: what retained weights may take."""
+    """capacity - others - context - peak - margin: what retained weights may take."""
     retained_bytes: int
     """What the plan adds to this phase."""
     binding: bool
@@ -120,8 +119,8 @@ class Attempt(Value):
     phase: str | None
     shape: str | None
     shortfall_bytes: int | None
-    """With OOM: bytes asked for less bytes free, in the allocation that failed. With HEADROOM: how
-    much of the margin was missing."""
+    """With OOM: what was missing in that phase by the model, and at least what the allocation that
+    failed lacked. With HEADROOM: how much of the margin was missing."""
     detail: str | None
     """The error's own text, or the numbers."""
     rolled_back: bool
@@ -133,7 +132,8 @@ class Infeasible(Value):
     """`load` where resident components alone don't fit."""
     shape: str | None
     shortfall_bytes: int | None
-    """Bytes asked for less bytes free, in the allocation that failed: at least so much is short."""
+    """What the phase's peak needs beyond the card, and at least what the allocation that failed
+    lacked."""
     detail: str
 
 

@@ -66,17 +66,14 @@ class _Absent:
     pass
 
 
-_TABLES = tuple(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
-)
+_TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 
 
 def _objects(pipeline: DiffusersPipeline) -> Iterator[tuple[str, Any]]:
     yield "pipeline", pipeline.pipeline
     for name, component in pipeline.pipeline.components.items():
         if isinstance(component, nn.Module):
-            for path, module in component.named_modules(prefix=name):
-                yield path, module
+            yield from component.named_modules(prefix=name)
         elif hasattr(component, "__dict__"):
             yield name, component
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ..offload.errors import PlanFileError
 from .plan import Plan, Value
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 
 class Report(Value):

@@ -143,9 +143,7 @@ def _measure(
     return None
 
 
-def _propose(
-    settlement: Settlement, settings: Settings, listen: Callable[[str], None]
-) -> None:
+def _propose(settlement: Settlement, settings: Settings, listen: Callable[[str], None]) -> None:
     explored = 0
     limits = settlement.limits
     assert limits is not None
@@ -171,7 +169,8 @@ def _try(
         settlement.baseline,
         settlement.limits,
     )
-    assert baseline is not None and limits is not None
+    assert baseline is not None
+    assert limits is not None
     transaction = Transaction(
         installation.pipeline,
         installation.device,

@@ -40,7 +40,9 @@ def _header(pipeline: str, plan: Plan) -> list[Text]:
         "margin": plan.margin_bytes,
     }
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in takers.items())
-    shapes = "; ".join(f"{shape.asked} -> {shape.run}" for shape in plan.shapes)
+    shapes = "; ".join(
+        f"{shape.asked} -> {shape.run or 'nothing came out'}" for shape in plan.shapes
+    )
     return [
         Text(f"{pipeline} on {plan.card} ({plan.device})", "bold"),
         Text(f"capacity {format_bytes(plan.capacity_bytes)}, {sizes}"),
@@ -130,7 +132,7 @@ def _attempts(plan: Plan) -> Table:
         "verdict",
         "phase",
         "shape",
-        ("short by", "right"),
+        ("short there", "right"),
         "rolled back",
     )
     for number, attempt in enumerate(plan.attempts, start=1):

@@ -30,25 +30,28 @@ def shortage(found: Infeasible | None) -> str:
         if found.shortfall_bytes is None
         else f"is short by at least {format_exact(found.shortfall_bytes)}"
     )
-    return f"{place(found.phase, found.shape)} {by} with nothing retained"
+    where = place(found.phase, found.shape)
+    if found.phase == "load":
+        where = "loading the resident components"
+    return f"{where} {by} with nothing retained"
 
 
 def _gains(plan: Plan) -> str:
     retained = [use for use in plan.uses if use.retain_resident_layers]
-    sets = ", and ".join(
+    sets = "; ".join(
         f"{use.component}: {layers(use.resident_layers, use.total_layers)}, "
         f"{format_bytes(use.retained_bytes)} across the gap"
         for use in retained
     )
     seconds = format_seconds(sum(use.saved_s for use in retained))
-    rate = f"{format_rate(plan.copy_bytes_per_s)}, {plan.copy_rate_source}"
+    rate = f"{format_rate(plan.copy_bytes_per_s)}; {plan.copy_rate_source}"
     copied = plan.h2d_bytes_per_request
     change = (
         f"{format_bytes(copied.baseline)} -> {format_bytes(copied.planned)} copied a request, "
         if copied
         else ""
     )
-    return f"{sets}; {change}about {seconds} saved (assuming {rate})"
+    return f"{sets}; {change}about {seconds} saved (at {rate})"
 
 
 def _obstacles(plan: Plan) -> str:
@@ -71,16 +74,19 @@ def _obstacle(plan: Plan, use: UsePlan) -> str | None:
 
 
 def _lack(plan: Plan, use: UsePlan) -> str:
-    needs = f"{use.component} needs {format_bytes(use.retained_bytes)}"
     tightest = min(
         (phase for phase in plan.phases if phase.name == use.limiting_phase),
         key=lambda phase: phase.headroom_bytes,
         default=None,
     )
-    if tightest is None:
-        return f"{needs}{short_by(use.shortfall_bytes)}"
-    has = f"{place(tightest.name, tightest.shape)} has {format_bytes(tightest.headroom_bytes)}"
-    return f"{has} headroom, {needs}{short_by(use.shortfall_bytes)}"
+    short_bytes = use.shortfall_bytes
+    if tightest is None or short_bytes is None:
+        return f"{use.component} needs {format_bytes(use.retained_bytes)}{short_by(short_bytes)}"
+    headroom_bytes = tightest.headroom_bytes
+    # Less than the whole set in a phase whose peak has a part of it already.
+    needs = f"{use.component} needs {format_bytes(headroom_bytes + short_bytes)}"
+    has = f"{place(tightest.name, tightest.shape)} has {format_bytes(headroom_bytes)} headroom"
+    return f"{has}, {needs}{short_by(short_bytes)}"
 
 
 def _refutation(plan: Plan, use: UsePlan) -> str:
@@ -88,10 +94,22 @@ def _refutation(plan: Plan, use: UsePlan) -> str:
     attempt = _last_refuted(plan, use.component)
     if attempt is None:
         return f"{what} was tried and refuted{short_by(use.shortfall_bytes)}"
+    beyond = " beyond the model" if attempt.beyond_model else ""
+    if predicted := attempt.predicted_shortfall_bytes:
+        beyond += f", which had it short by {format_bytes(predicted)}"
     where = f" in {place(attempt.phase, attempt.shape)}" if attempt.phase else ""
-    undone = ", rolled back" if attempt.rolled_back else ", not rolled back"
-    found = f"{VERDICTS[attempt.verdict]}{where}{short_by(attempt.shortfall_bytes)}"
-    return f"{what} was tried: {found}{undone}"
+    undone = "rolled back" if attempt.rolled_back else "not rolled back"
+    return (
+        f"{what} was tried{beyond}: {VERDICTS[attempt.verdict]}{where}{_missing(attempt)}, {undone}"
+    )
+
+
+def _missing(attempt: Attempt) -> str:
+    """A failed allocation comes before the peak, so it is short by less than the phase lacks."""
+    if attempt.shortfall_bytes is None:
+        return ""
+    what = "the failed allocation" if attempt.verdict is Verdict.OOM else "the margin"
+    return f", {what} short by {format_bytes(attempt.shortfall_bytes)}"
 
 
 def _last_refuted(plan: Plan, component: str) -> Attempt | None:

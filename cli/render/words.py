@@ -22,7 +22,9 @@ def place(phase: str | None, shape: str | None) -> str:
 
 
 def layers(resident: int, total: int) -> str:
-    return f"{layer_count(resident, total)} layers" if total else "all weights"
+    if total and not resident:
+        return "its weights in no layer"
+    return f"{layer_count(resident, total)} layers" if total else "all its weights"
 
 
 def layer_count(resident: int, total: int) -> str:
@@ -42,9 +44,9 @@ def reason(use: UsePlan) -> str:
         case Reason.NOTHING_SAVED:
             return "retaining it would save no copy"
         case Reason.NO_HEADROOM:
-            return f"too little headroom{_limit(use)}"
+            return f"too little headroom{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.REFUTED:
-            return f"tried and refuted{_limit(use)}"
+            return f"tried and refuted{_where(use)}"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
         case Reason.BASELINE_FAILED:
@@ -53,9 +55,8 @@ def reason(use: UsePlan) -> str:
             assert_never(use.reason)
 
 
-def _limit(use: UsePlan) -> str:
-    where = f" in {use.limiting_phase}" if use.limiting_phase else ""
-    return where + short_by(use.shortfall_bytes)
+def _where(use: UsePlan) -> str:
+    return f" in {use.limiting_phase}" if use.limiting_phase else ""
 
 
 def short_by(shortfall_bytes: int | None) -> str:

@@ -1,7 +1,7 @@
 """Attention as a CUDA build would run it.
 
 Without this, a device that isn't CUDA decomposes attention into matrix products, and a matrix of
-sequence × sequence is charged that no CUDA kernel ever allocates: 24,645 MiB instead of 985 MiB
+sequence by sequence is charged that no CUDA kernel ever allocates: 24,645 MiB instead of 985 MiB
 for the Qwen-Image denoiser at 1664 pixels.
 """
 

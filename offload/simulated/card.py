@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +15,16 @@ import torch
 from ..cards import Card
 from ..device import Device, Identity, Reading, Transfers
 from ..errors import DeviceBusyError, DeviceIntegrityError, InputError
+from ..host import pinned_charge_bytes
 from ..oom import Shortfall
-from . import backend
 from .allocator import Allocator, AllocatorFull, CachingAllocator
+from .backend import register
+from .dispatch import is_defined
 from .exact import ExactAllocator
 from .faults import Faults
+from .slot import card_in_slot, put_in
 from .storage import DEVICE_TYPE, live_buffers
+from .virtual import is_virtual, mark_virtual
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -99,6 +104,7 @@ class SimulatedCard(Device):
             self._allocator = CachingAllocator(
                 self._limit_bytes, expandable_segments=allocator == "expandable"
             )
+        self.pinned_bytes = 0
         self._transfers = Transfers()
         self._stream = SimulatedStream(0)
         self._streams = 1
@@ -175,8 +181,22 @@ class SimulatedCard(Device):
         finally:
             self._stream = outer
 
+    def pin(self, host: torch.Tensor) -> torch.Tensor:
+        if is_virtual(host):
+            pinned = torch.empty_like(host)
+            mark_virtual(pinned)
+        else:
+            pinned = host.clone()
+        charge = pinned_charge_bytes(pinned.nbytes)
+        self.pinned_bytes += charge
+        weakref.finalize(pinned.untyped_storage(), self._unpinned, charge).atexit = False
+        return pinned
+
+    def _unpinned(self, charge: int) -> None:
+        self.pinned_bytes -= charge
+
     def is_defined(self, tensor: torch.Tensor) -> bool:
-        return backend.is_defined(tensor)
+        return is_defined(tensor)
 
     def check_integrity(self) -> None:
         """Raises DeviceIntegrityError unless what is allocated is what is alive."""
@@ -214,13 +234,9 @@ class SimulatedCard(Device):
         self.faults.copy()
         now = self._transfers
         if h2d_bytes:
-            now = replace(
-                now, h2d_bytes=now.h2d_bytes + h2d_bytes, h2d_copies=now.h2d_copies + 1
-            )
+            now = replace(now, h2d_bytes=now.h2d_bytes + h2d_bytes, h2d_copies=now.h2d_copies + 1)
         if d2h_bytes:
-            now = replace(
-                now, d2h_bytes=now.d2h_bytes + d2h_bytes, d2h_copies=now.d2h_copies + 1
-            )
+            now = replace(now, d2h_bytes=now.d2h_bytes + d2h_bytes, d2h_copies=now.d2h_copies + 1)
         self._transfers = now
 
     def module(self) -> dict[str, Any]:
@@ -237,7 +253,7 @@ class SimulatedCard(Device):
         }
 
     def __enter__(self) -> SimulatedCard:
-        other = backend.card_in_slot()
+        other = card_in_slot()
         if other is not None:
             raise DeviceBusyError(
                 f"{other} is in {DEVICE_TYPE}:0", hint="leave its `with` block first"
@@ -249,7 +265,8 @@ class SimulatedCard(Device):
                 f"{live_buffers()} tensors of the card that was in {DEVICE_TYPE}:0 are alive",
                 hint="drop them, or move them to the host, before the next card is put in",
             )
-        backend.put_in(self)
+        register()
+        put_in(self)
         return self
 
     def __exit__(
@@ -258,7 +275,7 @@ class SimulatedCard(Device):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        backend.put_in(None)
+        put_in(None)
 
     def __str__(self) -> str:
         return f"{self.card.name} ({self.card.total_bytes / GIB:.2f} GiB, simulated)"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # data pointer -> the finalizer of the storage that stands there; address space is reused, and a
 # finalizer forgets its own storage only
-_marks: dict[int, weakref.finalize] = {}
+_marks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
 
 
 def mark_virtual(tensor: torch.Tensor) -> None:

@@ -111,14 +111,14 @@ def plan(card: str, capacity_gib: float, status: Status, **others: object) -> Pl
         "margin_bytes": MARGIN_BYTES,
         "status": status,
         "components": COMPONENTS,
-        "shapes": (ShapePlan(asked=SHAPE, run="704x704:steps=4"),),
+        "shapes": (ShapePlan(asked=SHAPE, run="704x704"),),
         "uses": (),
         "phases": phases(gib(capacity_gib), 0),
         "attempts": (),
         "infeasible": None,
         "h2d_bytes_per_request": BytesPerRequest(baseline=gib(12.94), planned=gib(12.94)),
         "copy_bytes_per_s": 25.2e9,
-        "copy_rate_source": "80 % of PCIe 4.0 x16",
+        "copy_rate_source": "assumed: 80% of PCIe 4.0 x16, no copy hidden behind compute",
         "device": "simulated",
     }
     return Plan.model_validate(values | others)
@@ -156,7 +156,7 @@ COMMITTED = plan(
     attempts=(attempt(Verdict.ACCEPTED),),
     h2d_bytes_per_request=BytesPerRequest(baseline=gib(12.94), planned=gib(2.01)),
     copy_bytes_per_s=50.4e9,
-    copy_rate_source="80 % of PCIe 5.0 x16",
+    copy_rate_source="assumed: 80% of PCIe 5.0 x16, no copy hidden behind compute",
 )
 
 NO_HEADROOM = plan(
@@ -189,6 +189,7 @@ INFEASIBLE = plan(
     "RTX 5080",
     15.48,
     Status.INFEASIBLE,
+    shapes=(ShapePlan(asked=SHAPE, run=None),),
     uses=(),
     phases=(),
     infeasible=Infeasible(

@@ -111,11 +111,12 @@ def test_a_stdout_that_knows_only_ascii_gets_ascii(tmp_path: Path):
     assert "Would retain text_encoder" in done.stdout
 
 
-def test_a_reader_that_stops_reading_causes_no_complaint(saved: str):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_stops_reading_causes_no_complaint(saved: str, options: tuple[str, ...]):
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        (*PROGRAM, "show", saved, "--json"), stdout=writer, stderr=subprocess.PIPE, text=True
+        (*PROGRAM, "show", saved, *options), stdout=writer, stderr=subprocess.PIPE, text=True
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
