@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..offload.cards import Card
 from ..phases.headroom import Headroom
 from ..phases.use import ComponentUse
+from ..phases.warmup import Failure
 from .candidates import Candidate, Option
 from .plan import (
     Attempt,
@@ -27,8 +28,14 @@ COPY_EFFICIENCY = 0.8
 """Of the bus's raw rate, what copies from pinned memory usually reach. Not measured here."""
 
 
-def account(settlement: Settlement, settings: Settings, card: Card) -> Plan:
-    """The plan for a settlement on a simulated card."""
+def account(
+    settlement: Settlement, settings: Settings, card: Card, needs: Sequence[Headroom] = ()
+) -> Plan:
+    """The plan for a settlement on a simulated card.
+
+    `needs`: the headroom of each phase where the baseline doesn't fit, and it was measured what
+    it would take.
+    """
     installation = settlement.installation
     reading = installation.device.read()
     rate = card.pcie_bytes_per_s * COPY_EFFICIENCY
@@ -42,9 +49,9 @@ def account(settlement: Settlement, settings: Settings, card: Card) -> Plan:
         components=tuple(_components(settlement)),
         shapes=tuple(_shapes(settlement, settings)),
         uses=tuple(_uses(settlement, rate)),
-        phases=tuple(_phases(settlement)),
+        phases=tuple(_phases(settlement, settlement.headrooms or needs)),
         attempts=tuple(_attempt(each) for each in settlement.tries),
-        infeasible=_infeasible(settlement),
+        infeasible=_infeasible(settlement, needs),
         h2d_bytes_per_request=_bytes_per_request(settlement),
         copy_bytes_per_s=rate,
         copy_rate_source=(
@@ -127,7 +134,7 @@ def _reason(settlement: Settlement, option: Option | None) -> tuple[Reason, int 
     alone = Candidate((option,))
     for each in settlement.tries:
         if each.candidate == alone and each.judgement.verdict is not Verdict.ACCEPTED:
-            return Reason.REFUTED, each.judgement.shortfall_bytes, each.judgement.phase
+            return Reason.REFUTED, each.shortfall_bytes, each.judgement.phase
     shortage = limits.shortage(alone)
     if shortage is not None:
         return Reason.NO_HEADROOM, shortage.short_bytes, shortage.place[0]
@@ -136,10 +143,10 @@ def _reason(settlement: Settlement, option: Option | None) -> tuple[Reason, int 
     return Reason.OUTBID, None, None
 
 
-def _phases(settlement: Settlement) -> Iterator[PhasePlan]:
-    binding = _binding(settlement)
+def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:
+    binding = _binding(settlement, headrooms)
     committed = settlement.committed
-    for headroom in settlement.headrooms:
+    for headroom in headrooms:
         place = (headroom.phase, headroom.shape)
         yield PhasePlan(
             name=headroom.phase,
@@ -151,7 +158,7 @@ def _phases(settlement: Settlement) -> Iterator[PhasePlan]:
         )
 
 
-def _binding(settlement: Settlement) -> Headroom | None:
+def _binding(settlement: Settlement, headrooms: Sequence[Headroom]) -> Headroom | None:
     """Where all options together would lack the most, or have the least left over."""
     everything = Candidate(settlement.options)
 
@@ -159,7 +166,7 @@ def _binding(settlement: Settlement) -> Headroom | None:
         demand = everything.demand_bytes((headroom.phase, headroom.shape))
         return headroom.headroom_bytes - demand
 
-    return min(settlement.headrooms, key=left, default=None)
+    return min(headrooms, key=left, default=None)
 
 
 def _attempt(each: Try) -> Attempt:
@@ -171,22 +178,31 @@ def _attempt(each: Try) -> Attempt:
         verdict=judgement.verdict,
         phase=judgement.phase,
         shape=judgement.shape,
-        shortfall_bytes=judgement.shortfall_bytes,
+        shortfall_bytes=each.shortfall_bytes,
         detail=judgement.detail,
         rolled_back=each.rolled_back,
     )
 
 
-def _infeasible(settlement: Settlement) -> Infeasible | None:
+def _infeasible(settlement: Settlement, needs: Sequence[Headroom]) -> Infeasible | None:
     failure = settlement.failure
     if failure is None:
         return None
+    seen = None if failure.shortfall is None else failure.shortfall.short_bytes
     return Infeasible(
         phase=failure.phase or "start",
         shape=None if failure.shape is None else str(failure.shape),
-        shortfall_bytes=None if failure.shortfall is None else failure.shortfall.short_bytes,
+        shortfall_bytes=max([*_short_at(failure, needs), *([] if seen is None else [seen])]),
         detail=failure.detail,
     )
+
+
+def _short_at(failure: Failure, needs: Sequence[Headroom]) -> Iterator[int]:
+    """What each place lacks that the failure may be of; before any phase, each may be."""
+    yield 0
+    for need in needs:
+        if failure.shape is None or (need.phase, need.shape) == (failure.phase, failure.shape):
+            yield -(need.headroom_bytes + need.margin_bytes)
 
 
 def _bytes_per_request(settlement: Settlement) -> BytesPerRequest | None:

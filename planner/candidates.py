@@ -76,6 +76,14 @@ class Limits:
                 worst = Shortage(place, short)
         return worst
 
+    def missing_bytes(self, candidate: Candidate, place: Place) -> int:
+        """What `candidate` needs in a place beyond what the card has, the margin aside."""
+        for headroom in self.headrooms:
+            if (headroom.phase, headroom.shape) == place:
+                room = headroom.headroom_bytes + headroom.margin_bytes
+                return max(candidate.demand_bytes(place) - room, 0)
+        return 0
+
     def is_refuted(self, candidate: Candidate) -> bool:
         uses = {option.use for option in candidate.options}
         return any(excluded <= uses for excluded in self.excluded) or any(

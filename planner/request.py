@@ -35,6 +35,8 @@ class PlanRequest:
     explore: int = 0
     """Also try the N best candidates that the model says don't fit."""
     prefetch: int = 1
+    expandable_segments: bool = False
+    """Simulate the allocator's expandable segments, which lose less to fragmentation."""
     tiny: bool = False
     """The family's tiny config, with real arithmetic."""
 

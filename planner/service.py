@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from importlib.metadata import version
 
 from ..offload.cards import Card
 from ..offload.errors import InputError
-from ..offload.simulated.card import CONTEXT_BYTES, SimulatedCard
+from ..offload.simulated.card import CONTEXT_BYTES, AllocatorKind, SimulatedCard
 from ..phases.declaration import declare
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.family import Family, find_family
+from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from .account import account
 from .plan import Plan
 from .report import Report
 from .request import Listener, PlanRequest, Progress
 from .settle import Settings, settle
+
+_UNLIMITED_BYTES = 1 << 50
 
 
 def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Report:
@@ -48,14 +52,7 @@ def _plan_card(
     def tell(doing: str) -> None:
         listen(Progress(card.name, doing))
 
-    context = CONTEXT_BYTES if request.context_bytes is None else request.context_bytes
-    device = SimulatedCard(
-        card,
-        virtual=not request.tiny,
-        allocator="exact" if request.tiny else "caching",
-        context_bytes=context,
-        others_bytes=request.others_bytes,
-    )
+    device = _device(request, card)
     tell(f"building {family.name}")
     pipeline = DiffusersPipeline(family.build(), name=family.name)
     declarations = declare(
@@ -66,10 +63,38 @@ def _plan_card(
     )
     with device:
         settlement = settle(pipeline, device, settings, listen=tell)
-        made = account(settlement, settings, card)
         if settlement.failure is None:
+            made = account(settlement, settings, card)
             settlement.close()
-        del settlement
-        gc.collect()
         device.check_integrity()
+    if settlement.failure is not None:
+        tell("measuring what it would take")
+        needs = _needs(request, pipeline, settings, card) if settlement.failure.is_oom else ()
+        made = account(settlement, settings, card, needs)
+    del settlement
+    gc.collect()
     return made
+
+
+def _device(request: PlanRequest, card: Card) -> SimulatedCard:
+    context = CONTEXT_BYTES if request.context_bytes is None else request.context_bytes
+    allocator: AllocatorKind = "expandable" if request.expandable_segments else "caching"
+    return SimulatedCard(
+        card,
+        virtual=not request.tiny,
+        allocator="exact" if request.tiny else allocator,
+        context_bytes=context,
+        others_bytes=request.others_bytes,
+    )
+
+
+def _needs(
+    request: PlanRequest, pipeline: DiffusersPipeline, settings: Settings, card: Card
+) -> tuple[Headroom, ...]:
+    """The headroom of each phase on `card`, measured on a card without a limit."""
+    with _device(request, replace(card, total_bytes=_UNLIMITED_BYTES)) as device:
+        settlement = settle(pipeline, device, replace(settings, explore=0, measure_only=True))
+        settlement.close()
+        return tuple(
+            replace(headroom, capacity_bytes=card.total_bytes) for headroom in settlement.headrooms
+        )

@@ -32,6 +32,8 @@ class Settings:
     explore: int = 0
     """Also try so many of the best candidates that the model says don't fit."""
     prefetch: int = 1
+    measure_only: bool = False
+    """End with the headroom of the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Try:
     shortage: Shortage | None
     """What the model said was missing."""
     judgement: Judgement
+    shortfall_bytes: int | None
+    """What was missing where it failed: by the model, and at least what was seen."""
     rolled_back: bool
 
 
@@ -60,6 +64,7 @@ class Settlement:
     planned: Sweep | None = None
     """With what was committed applied; the baseline's where nothing was."""
     headrooms: tuple[Headroom, ...] = ()
+    """Of each phase at each shape; empty where the baseline doesn't run."""
     options: tuple[Option, ...] = ()
     limits: Limits | None = None
     tries: list[Try] = field(default_factory=list)
@@ -93,7 +98,7 @@ def settle(
     try:
         listen("placing components")
         settlement.failure = _place(transaction) or _measure(settlement, settings, listen)
-        if settlement.failure is None:
+        if settlement.failure is None and not settings.measure_only:
             _propose(settlement, settings, listen)
     except BaseException:
         transaction.rollback()
@@ -193,5 +198,13 @@ def _try(
         del sweep
         transaction.rollback()
         limits.refute(candidate, judgement.place)
-    settlement.tries.append(Try(candidate, shortage, judgement, rolled_back=not accepted))
+    settlement.tries.append(
+        Try(candidate, shortage, judgement, _missing(limits, candidate, judgement), not accepted)
+    )
     return accepted
+
+
+def _missing(limits: Limits, candidate: Candidate, judgement: Judgement) -> int | None:
+    if judgement.verdict is not Verdict.OOM or judgement.place is None:
+        return judgement.shortfall_bytes
+    return max(judgement.shortfall_bytes or 0, limits.missing_bytes(candidate, judgement.place))
