@@ -88,6 +88,13 @@ def plan(
     prefetch: Annotated[
         int, typer.Option(metavar="N", min=0, help="Layers that are fetched ahead.")
     ] = 1,
+    expandable_segments: Annotated[
+        bool,
+        typer.Option(
+            "--expandable-segments",
+            help="Simulate the allocator's expandable segments (PYTORCH_CUDA_ALLOC_CONF).",
+        ),
+    ] = False,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="The family's tiny config, with real arithmetic.")
     ] = False,
@@ -121,6 +128,7 @@ def plan(
             margin_bytes=MARGIN_BYTES if margin is None else parse_size("--margin", margin),
             explore=explore,
             prefetch=prefetch,
+            expandable_segments=expandable_segments,
             tiny=tiny,
         )
         _check(request)

@@ -63,12 +63,14 @@ class Region:
 
     The host bytes stay where they are, and giving the region up only points the tensors back at
     them. `master` is what is copied to the device: those bytes, or a pinned copy of them.
+    It begins where the largest element of its tensors may stand.
     """
 
     __slots__ = ("_pageable", "_pinned_charge", "bindings", "master", "nbytes")
 
     def __init__(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         storage = tensors[0].untyped_storage()
+        start -= start % max(tensor.element_size() for tensor in tensors)
         self.nbytes = stop - start
         self._pageable = torch.empty(0, dtype=torch.uint8).set_(
             storage, start, (self.nbytes,), (1,)
@@ -244,19 +246,16 @@ def partition(
     latter: it has to be there for both.
     """
     owners: dict[int, set[tuple[int, int] | None]] = defaultdict(set)
-    in_layers: set[int] = set()
     for g, group in enumerate(groups):
         for i, layer in enumerate(group.layers):
             for tensor in module_tensors(layer):
                 owners[id(tensor)].add((g, i))
-                in_layers.add(id(tensor))
-    everything = module_tensors(module)
-    for tensor in everything:
-        if id(tensor) not in in_layers:
-            owners[id(tensor)].add(None)
+    in_layers = {id(layer) for group in groups for layer in group.layers}
+    for tensor in _tensors_outside(module, in_layers):
+        owners[id(tensor)].add(None)
     layers: list[list[list[Region]]] = [[[] for _ in group.layers] for group in groups]
     rest: list[Region] = []
-    for region in regions(everything):
+    for region in regions(module_tensors(module)):
         homes = set().union(*(owners[id(binding.tensor)] for binding in region.bindings))
         home = homes.pop() if len(homes) == 1 else None
         if home is None:
@@ -264,3 +263,12 @@ def partition(
         else:
             layers[home[0]][home[1]].append(region)
     return [[Weights(layer) for layer in group] for group in layers], Weights(rest)
+
+
+def _tensors_outside(module: nn.Module, in_layers: set[int]) -> Iterator[torch.Tensor]:
+    """What `module` reaches without going through a layer, a layer's own tensors among it."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+    for child in module.children():
+        if id(child) not in in_layers:
+            yield from _tensors_outside(child, in_layers)

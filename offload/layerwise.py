@@ -158,8 +158,12 @@ class LayerwiseOffload(Placement):
         if self._handles:
             raise OffloadError("the layers are hooked already", hint="call remove() first")
         if self.pin is not None:
-            for weights in (*self._layers, self._rest):
-                weights.pin(self.device, self.pin)
+            try:
+                for weights in (*self._layers, self._rest):
+                    weights.pin(self.device, self.pin)
+            except BaseException:
+                self._unpin()
+                raise
         for i, layer in enumerate(self._modules):
             self._handles.append(layer.register_forward_pre_hook(_Enter(self, i)))
             self._handles.append(layer.register_forward_hook(_Leave(self, i)))
@@ -169,6 +173,9 @@ class LayerwiseOffload(Placement):
         self.release_all()
         while self._handles:
             self._handles.pop().remove()
+        self._unpin()
+
+    def _unpin(self) -> None:
         if self.pin is not None:
             for weights in (*self._layers, self._rest):
                 weights.unpin(self.pin)
@@ -180,6 +187,8 @@ class LayerwiseOffload(Placement):
         self._entered.clear()
         self._running = None
         self._ahead.clear()
+        for i in [i for i, loaded in self._loaded.items() if loaded.streamed]:
+            self._give_up(i)  # fetched ahead by a use that was begun and not ended
         if not self._rest_loaded:
             self._copies.wait(self._rest.onload(self._copies))
             self._rest_loaded = True
@@ -191,7 +200,7 @@ class LayerwiseOffload(Placement):
 
     def release_after_use(self, keep_resident: bool = False) -> None:
         self._in_use = False
-        self._order_known = self._first is not None
+        self._end_pass()
         kept = self._resident if keep_resident and self._holds_resident_set else frozenset()
         for i in self._loaded.keys() - kept:
             self._give_up(i)
@@ -203,6 +212,7 @@ class LayerwiseOffload(Placement):
     def release_all(self) -> None:
         self._in_use = False
         self._holds_resident_set = False
+        self._running = None
         for weights in (*self._layers, self._rest):
             weights.offload()
         try:
@@ -235,7 +245,7 @@ class LayerwiseOffload(Placement):
             )
         if i in self._entered:  # a layer runs once a pass: this is the next pass
             self._passes_left -= 1
-            self._order_known = True
+            self._end_pass()
             self._entered.clear()
         elif self._running is not None and self._next.get(self._running) != i:
             self._next[self._running] = i
@@ -250,6 +260,12 @@ class LayerwiseOffload(Placement):
             self._copies.wait(loaded.copied)
             loaded.copied = None
         self._prefetch(self._ahead_of(i))
+
+    def _end_pass(self) -> None:
+        if self._running is not None:
+            self._order_known = True
+            if self._next.pop(self._running, None) is not None:  # the model left early
+                self._ahead.clear()
 
     def _leave(self, i: int) -> None:
         if i in self._loaded and self._is_streamed(i):

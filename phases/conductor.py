@@ -73,8 +73,9 @@ class Conductor:
             }
             for module in component.module.modules():
                 if module in entered and not isinstance(module, nn.ModuleList):
+                    # before those of a layer that is entered itself, which need the use begun
                     hook = _Entered(self, component.name)
-                    self._handles.append(module.register_forward_pre_hook(hook))
+                    self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def remove(self) -> None:
         while self._handles:
@@ -109,6 +110,7 @@ class Conductor:
         self.graph = None
         with watch(self.components, self.enter) as calls:
             yield
+            self._end_phase()
         self.graph = PhaseGraph(phases(calls)) if calls else None
         if not self._entries.issuperset(calls):
             self._entries |= {*calls}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,7 +97,11 @@ def count_layers(text: str, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value < 0 or (value > 1 and not value.is_integer()) or text.strip() in ("1.0", "1."):
+    if (
+        not 0 <= value < math.inf
+        or (value > 1 and not value.is_integer())
+        or (value == 1 and not text.strip().isdigit())
+    ):
         raise InputError(
             f"resident layers are {text!r}",
             hint="give a count of layers (0, 1, 2, …), a fraction below 1 (0.65), or all",

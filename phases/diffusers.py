@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from ..offload.errors import InputError
 from .arguments import default_steps
 from .component import Component
 from .requests import run
-from .shape import Shape
+from .shape import Shape, largest_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +35,17 @@ class _ExecutesOn:
 class DiffusersPipeline:
     """Takes the components from the pipeline, and knows nothing of the model.
 
+    `request` is what the model card recommends: it completes shapes that leave something open.
     Raises InputError if the pipeline has no component that is a torch module.
     """
 
-    def __init__(self, pipeline: Any, *, name: str | None = None) -> None:
+    def __init__(
+        self, pipeline: Any, *, name: str | None = None, request: Shape | None = None
+    ) -> None:
         from torch import nn
 
         self.pipeline = pipeline
+        self.request = request
         self.name = name or type(pipeline).__name__
         self._modules = {
             key: module
@@ -82,11 +87,21 @@ class DiffusersPipeline:
 
     def run(self, shape: Shape, *, seed: int = 0) -> Output:
         """One request. Raises ShapeError where the pipeline refuses the shape."""
-        value = run(self.pipeline, shape, seed=seed)
+        value = run(self.pipeline, self.completed(shape), seed=seed)
         height, width = value.shape[-2:]
         frames = value.shape[1] if value.dim() == 5 else shape.frames
         return Output(value, replace(shape, width=width, height=height, frames=frames))
 
     def steps(self, shape: Shape) -> int | None:
         """Denoise steps of a request at `shape`; None where the pipeline has none."""
-        return shape.steps or default_steps(self.pipeline)
+        return self.completed(shape).steps or default_steps(self.pipeline)
+
+    def completed(self, shape: Shape) -> Shape:
+        return shape if self.request is None else shape.completed(self.request)
+
+    def largest(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+        """Those of `shapes` that no other one covers, as they are asked for."""
+        asked: dict[Shape, Shape] = {}
+        for shape in shapes:
+            asked.setdefault(self.completed(shape), shape)
+        return tuple(asked[shape] for shape in largest_shapes(asked))

@@ -81,8 +81,8 @@ class PhaseGraph:
 
     def retain(self, use: ComponentUse, retain: bool) -> None:
         """Set `retain_resident_layers` on a use."""
-        changed = replace(use, retain_resident_layers=retain)
-        self.uses_in(use.phase)[use.component] = changed
+        uses = self.uses_in(use.phase)
+        uses[use.component] = replace(uses[use.component], retain_resident_layers=retain)
 
     def is_retained(self, use: ComponentUse) -> bool:
         return self.uses_in(use.phase)[use.component].retain_resident_layers

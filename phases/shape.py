@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..offload.errors import ShapeError
 
-_SIZE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
+_SIZE = re.compile(r"(\d{1,9})x(\d{1,9})(?:x(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Shape:
     def __str__(self) -> str:
         default = Shape(self.width, self.height, self.frames)
         options = [
-            f"{name}={getattr(self, name):g}"
+            f"{name}={str(getattr(self, name)).removesuffix('.0')}"
             for name in _OPTIONS
             if getattr(self, name) != getattr(default, name)
         ]

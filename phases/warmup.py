@@ -12,7 +12,7 @@ import torch
 from ..offload.errors import InputError, PhaseError
 from ..offload.oom import Shortfall
 from .conductor import Conductor, RequestTrace
-from .diffusers import DiffusersPipeline, Output
+from .diffusers import DiffusersPipeline
 from .shape import Shape
 
 REQUESTS = 2
@@ -78,6 +78,13 @@ class Sweep:
     failure: Failure | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    trace: RequestTrace
+    shape: Shape
+    output: torch.Tensor | None
+
+
 class Warmup:
     """Runs a pipeline at the largest shapes of its envelope."""
 
@@ -99,9 +106,9 @@ class Warmup:
         for shape in self.shapes:
             with self.conductor.watching():
                 result = self._request(shape)
-            if isinstance(result, Failure):
-                return result
             graph = self.conductor.graph
+            if isinstance(result, Failure):
+                return replace(result, phase=None if graph is None else graph.phases[-1])
             if graph is None:
                 raise PhaseError(f"no component of {self.pipeline.name} worked at {shape}")
             first = first or graph
@@ -115,6 +122,10 @@ class Warmup:
             self.conductor.graph = first
         return None
 
+    def steps(self, shape: Shape) -> int:
+        """Denoise steps that a sweep runs at `shape`."""
+        return min(self.pipeline.steps(shape) or STEPS, STEPS)
+
     def passes(self, shape: Shape) -> dict[tuple[str, str], int]:
         """Of each use at a shape, by phase and component."""
         return self._passes[shape]
@@ -123,32 +134,27 @@ class Warmup:
         """Run the shapes, and stop at the first error."""
         runs: list[ShapeRun] = []
         for shape in self.shapes:
-            traces: list[RequestTrace] = []
-            output: Output | None = None
+            done: list[_Request] = []
             for _ in range(REQUESTS):
-                output = None
                 result = self._request(shape)
                 if isinstance(result, Failure):
                     return Sweep(tuple(runs), result)
-                trace, output = result
-                traces.append(trace)
-            assert output is not None
-            value = output.value
-            defined = self.conductor.device.is_defined(value)
-            runs.append(
-                ShapeRun(shape, output.shape, tuple(traces), value.cpu() if defined else None)
-            )
+                done.append(result)
+            traces = tuple(request.trace for request in done)
+            runs.append(ShapeRun(shape, done[-1].shape, traces, done[-1].output))
         return Sweep(tuple(runs))
 
-    def _request(self, shape: Shape) -> tuple[RequestTrace, Output] | Failure:
+    def _request(self, shape: Shape) -> _Request | Failure:
         conductor = self.conductor
         if conductor.graph is not None and shape in self._passes:
             conductor.graph.expect(self._passes[shape])
         trace = None
         try:
             with conductor.request() as trace, torch.no_grad():
-                output = self.pipeline.run(replace(shape, steps=min(shape.steps or STEPS, STEPS)))
-            return trace, output
+                made = self.pipeline.run(replace(shape, steps=self.steps(shape)))
+                defined = conductor.device.is_defined(made.value)
+                output = made.value.cpu() if defined else None
+            return _Request(trace, made.shape, output)
         except InputError:
             raise
         except Exception as error:

@@ -72,17 +72,18 @@ def phases(calls: Sequence[Call]) -> list[Phase]:
     a denoiser do at each step, share one phase.
     """
     found: list[Phase] = []
-    names: Counter[str] = Counter()
-    for turns, block in _fold(_runs(calls)):
-        members = {run.component: run for run in block}
-        name = _name(members)
-        names[name] += 1
-        if names[name] > 1:
-            name = f"{name}_{names[name]}"
-        uses = tuple(
-            ComponentUse(name, component, passes=turns * run.calls)
-            for component, run in members.items()
-        )
+    names: set[str] = set()
+    for block in _fold(_runs(calls)):
+        passes: Counter[str] = Counter()
+        for run in block:
+            passes[run.component] += run.calls
+        usual = name = _name(block)
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{usual}_{number}"
+        names.add(name)
+        uses = tuple(ComponentUse(name, each, passes=count) for each, count in passes.items())
         found.append(Phase(name, uses))
     return found
 
@@ -107,11 +108,14 @@ def _runs(calls: Sequence[Call]) -> list[_Run]:
     return runs
 
 
-def _fold(runs: Sequence[_Run]) -> Iterator[tuple[int, Sequence[_Run]]]:
-    """(turns, block) pairs: where a block of different components repeats, it is told once."""
+def _fold(runs: Sequence[_Run]) -> Iterator[Sequence[_Run]]:
+    """The runs of each phase: one, or all turns of components that take turns.
+
+    The last turn may be cut short. So no phase has a component of the one before.
+    """
     at = 0
     while at < len(runs):
-        turns, length = 1, 1
+        stop = at + 1
         for candidate in range(2, (len(runs) - at) // 2 + 1):
             block = _names(runs[at : at + candidate])
             if len({*block}) < len(block):
@@ -120,21 +124,24 @@ def _fold(runs: Sequence[_Run]) -> Iterator[tuple[int, Sequence[_Run]]]:
             while _names(runs[at + repeats * candidate : at + (repeats + 1) * candidate]) == block:
                 repeats += 1
             if repeats > 1:
-                turns, length = repeats, candidate
+                stop = at + repeats * candidate
+                while stop < len(runs) and runs[stop].component in block:
+                    stop += 1
                 break
-        yield turns, runs[at : at + length]
-        at += turns * length
+        yield runs[at:stop]
+        at = stop
 
 
 def _names(runs: Sequence[_Run]) -> list[str]:
     return [run.component for run in runs]
 
 
-def _name(members: dict[str, _Run]) -> str:
+def _name(block: Sequence[_Run]) -> str:
     """The usual name for what the components do; another component's own name otherwise."""
-    if any(ComponentGroup.of(name) is ComponentGroup.DIT for name in members):
+    if any(ComponentGroup.of(run.component) is ComponentGroup.DIT for run in block):
         return "denoise"
-    name, run = next(iter(members.items()))
+    run = block[0]
+    name = run.component
     group = ComponentGroup.of(name)
     suffix = name.removeprefix(group)
     if group is ComponentGroup.TEXT_ENCODER:

@@ -28,6 +28,11 @@ COPY_EFFICIENCY = 0.8
 """Of the bus's raw rate, what copies from pinned memory usually reach. Not measured here."""
 
 
+# A reason, and where it applies: bytes short, phase, shape.
+_Stop = tuple[Reason, int | None, str | None, str | None]
+_NOWHERE = (None, None, None)
+
+
 def account(
     settlement: Settlement, settings: Settings, card: Card, needs: Sequence[Headroom] = ()
 ) -> Plan:
@@ -97,7 +102,7 @@ def _uses(settlement: Settlement, rate: float) -> Iterator[UsePlan]:
     options = {option.use: option for option in settlement.options}
     for use, option in _with_options(installation.graph.uses, options):
         placement = installation.placements[use.component]
-        reason, shortfall, phase = _reason(settlement, option)
+        reason, shortfall, phase, shape = _reason(settlement, option)
         saved = 0 if option is None else option.saved_bytes
         yield UsePlan(
             phase=use.phase,
@@ -111,6 +116,7 @@ def _uses(settlement: Settlement, rate: float) -> Iterator[UsePlan]:
             reason=reason,
             shortfall_bytes=shortfall,
             limiting_phase=phase,
+            limiting_shape=shape,
         )
 
 
@@ -122,25 +128,27 @@ def _with_options(
         yield use, by_place.get((use.phase, use.component))
 
 
-def _reason(settlement: Settlement, option: Option | None) -> tuple[Reason, int | None, str | None]:
+def _reason(settlement: Settlement, option: Option | None) -> _Stop:
     if option is None:
-        return Reason.RESIDENT, None, None
+        return Reason.RESIDENT, *_NOWHERE
     committed, limits = settlement.committed, settlement.limits
     assert limits is not None
     if committed is not None and option in committed.options:
-        return Reason.RETAINED, None, None
+        return Reason.RETAINED, *_NOWHERE
     if not option.saved_bytes:
-        return Reason.NOTHING_SAVED, None, None
+        return Reason.NOTHING_SAVED, *_NOWHERE
     alone = Candidate((option,))
     for each in settlement.tries:
         if each.candidate == alone and each.judgement.verdict is not Verdict.ACCEPTED:
-            return Reason.REFUTED, each.shortfall_bytes, each.judgement.phase
+            at = each.judgement
+            return Reason.REFUTED, each.shortfall_bytes, at.phase, at.shape
     shortage = limits.shortage(alone)
     if shortage is not None:
-        return Reason.NO_HEADROOM, shortage.short_bytes, shortage.place[0]
+        phase, shape = shortage.place
+        return Reason.NO_HEADROOM, shortage.short_bytes, phase, str(shape)
     if limits.is_refuted(alone):
-        return Reason.REFUTED, None, None
-    return Reason.OUTBID, None, None
+        return Reason.REFUTED, *_NOWHERE
+    return Reason.OUTBID, *_NOWHERE
 
 
 def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:

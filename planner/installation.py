@@ -15,7 +15,7 @@ from ..phases.diffusers import DiffusersPipeline
 from ..phases.graph import PhaseGraph
 from ..phases.shape import Shape
 from ..phases.use import ComponentUse
-from ..phases.warmup import STEPS, Warmup
+from ..phases.warmup import Warmup
 from .candidates import Option, Place
 from .transaction import Bind, Conduct, Onload, Operation, Transaction
 
@@ -89,8 +89,8 @@ class Installation:
 
     def h2d_bytes(self, shape: Shape, swept_bytes: int) -> int:
         """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps."""
-        steps = self.pipeline.steps(shape) or STEPS
-        swept = min(shape.steps or STEPS, STEPS)
+        swept = self.warmup.steps(shape)
+        steps = self.pipeline.steps(shape) or swept
         more = 0
         for (phase, component), passes in self.warmup.passes(shape).items():
             if ComponentGroup.of(component) is ComponentGroup.DIT:

@@ -75,6 +75,7 @@ class UsePlan(Value):
     shortfall_bytes: int | None
     """How much is missing in `limiting_phase`."""
     limiting_phase: str | None
+    limiting_shape: str | None
 
 
 class PhasePlan(Value):

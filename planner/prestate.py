@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,63 +11,96 @@ from torch import nn
 
 from ..phases.diffusers import DiffusersPipeline
 
-_Geometry = tuple[object, ...]
-
 
 class PreState:
     """What every object of a pipeline holds, and where every tensor of its modules is.
 
-    Objects are the pipeline, its components, and all submodules; of each the attributes, for
-    modules with the tables of parameters, buffers, submodules and hooks. Attributes are kept by
-    reference: values inside them aren't copied.
+    Objects are the pipeline, its components, and all submodules. Of each the attributes are kept,
+    and what is in those that are lists, dicts and sets: a module's tables of parameters, buffers,
+    submodules and hooks, a scheduler's history. Values are kept by reference. Caches of methods,
+    which may hold tensors on the device and fill again, are cleared, here and when the state is
+    put back.
     """
 
     def __init__(self, pipeline: DiffusersPipeline) -> None:
-        self._objects = {name: (each, _attributes(each)) for name, each in _objects(pipeline)}
-        self._tensors = dict(_tensors(self._objects))
+        objects = dict(_objects(pipeline))
+        self._types = {type(each) for each in objects.values()}
+        self._clear_caches()
+        self._containers = [
+            _Container(name, values)
+            for name, each in objects.items()
+            for name, values in _containers(name, each)
+        ]
+        self._tensors = dict(_tensors(objects))
         self._geometry = {name: _geometry(tensor) for name, tensor in self._tensors.items()}
         self._sharing = _sharing(self._tensors)
 
     def restore(self) -> None:
-        """Put attributes and tables back that were changed since.
+        """Put back what was changed since in attributes, tables and lists.
 
-        What a run left in them, such as a scheduler's timesteps, may be on the device. Caches of
-        methods, which may hold the like, are cleared: they fill again.
+        What a run left there, such as a scheduler's timesteps, may be on the device.
         """
-        for each, before in self._objects.values():
-            now = _attributes(each)
-            for table, entries in before.items():
-                target = vars(each) if table == "" else vars(each)[table]
-                _put_back(target, entries, now[table])
-        for owner in {type(each) for each, _ in self._objects.values()}:
-            _clear_caches(owner)
+        for container in self._containers:
+            container.restore()
+        self._clear_caches()
 
     def differences(self) -> list[str]:
         """What isn't as it was, in words; empty if all is."""
-        found: list[str] = []
-        for name, (each, before) in self._objects.items():
-            now = _attributes(each)
-            for table in before.keys() | now.keys():
-                old, new = before.get(table, {}), now.get(table, {})
-                found += [
-                    f"{name}: {f'{table}.' if table else ''}{key} changed"
-                    for key in old.keys() | new.keys()
-                    if old.get(key, _Absent) is not new.get(key, _Absent)
-                ]
+        found = [change for container in self._containers for change in container.differences()]
         for name, tensor in self._tensors.items():
-            now_at = _geometry(tensor)
-            if now_at != self._geometry[name]:
-                found.append(f"{name}: {self._geometry[name]} became {now_at}")
+            before, now = self._geometry[name], _geometry(tensor)
+            if now != before:
+                found.append(f"{name}: {before} became {now}")
         if _sharing(self._tensors) != self._sharing:
             found.append("tensors share storages in another way")
         return sorted(found)
 
+    def forget(self) -> None:
+        """Let go of what is kept: attributes may hold tensors on the device."""
+        self._containers.clear()
+        self._tensors.clear()
 
-class _Absent:
-    pass
+    def _clear_caches(self) -> None:
+        for owner in self._types:
+            _clear_caches(owner)
 
 
-_TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+class _Container:
+    """A dict, list or set, and what was in it."""
+
+    __slots__ = ("_before", "_name", "_target")
+
+    def __init__(self, name: str, target: Any) -> None:
+        self._name = name
+        self._target = target
+        self._before = target.copy()
+
+    def restore(self) -> None:
+        if self.differences():
+            self._target.clear()
+            if isinstance(self._target, list):
+                self._target.extend(self._before)
+            else:
+                self._target.update(self._before)
+
+    def differences(self) -> list[str]:
+        if isinstance(self._target, set):
+            changed: Iterable[object] = self._target ^ self._before
+        else:
+            before, now = _entries(self._before), _entries(self._target)
+            changed = [
+                key
+                for key in before.keys() | now.keys()
+                if before.get(key, _ABSENT) is not now.get(key, _ABSENT)
+            ]
+        return [f"{self._name}.{key} changed" for key in changed]
+
+
+_ABSENT = object()
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return dict(enumerate(container)) if isinstance(container, list) else container
 
 
 def _objects(pipeline: DiffusersPipeline) -> Iterator[tuple[str, Any]]:
@@ -78,25 +112,14 @@ def _objects(pipeline: DiffusersPipeline) -> Iterator[tuple[str, Any]]:
             yield name, component
 
 
-def _attributes(each: Any) -> dict[str, dict[Any, Any]]:
-    """Attributes under the empty name, and a module's tables under theirs."""
-    own = vars(each)
-    if not isinstance(each, nn.Module):
-        return {"": dict(own)}
-    tables = {name: own[name] for name in _TABLES if name in own}
-    copied: dict[str, dict[Any, Any]] = {
-        name: dict(table) if isinstance(table, dict) else dict.fromkeys(table)
-        for name, table in tables.items()
-    }
-    return {"": {k: v for k, v in own.items() if k not in tables}, **copied}
+def _containers(name: str, each: Any) -> Iterator[tuple[str, Any]]:
+    yield name, vars(each)
+    for key, value in vars(each).items():
+        if type(value) in _KINDS:
+            yield f"{name}.{key}", value
 
 
-def _put_back(target: dict[Any, Any], before: dict[Any, Any], now: dict[Any, Any]) -> None:
-    for key in now.keys() - before.keys():
-        del target[key]
-    for key, value in before.items():
-        if now.get(key, _Absent) is not value:
-            target[key] = value
+_KINDS = (dict, OrderedDict, list, set)
 
 
 def _clear_caches(owner: type) -> None:
@@ -116,20 +139,16 @@ def _contents(cell: Any) -> object:
 
 
 def _tensors(objects: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, (each, _) in objects.items():
+    for name, each in objects.items():
         if isinstance(each, nn.Module):
-            for path, tensor in _named(each):
+            named = (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False))
+            for path, tensor in named:
                 yield f"{name}.{path}", tensor
 
 
-def _named(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _geometry(tensor: torch.Tensor) -> _Geometry:
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return (
-        tensor.device,
+        str(tensor.device),
         tensor.dtype,
         tuple(tensor.shape),
         tensor.stride(),

@@ -36,8 +36,7 @@ def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Repo
             hint="both are 0 or more",
         )
     family = find_family(request.pipeline, tiny=request.tiny)
-    shapes = tuple(shape.completed(family.request) for shape in request.shapes)
-    shapes = shapes or (family.request,)
+    shapes = request.shapes or (family.request,)
     for shape in shapes:
         family.check(shape)
     plans = [_plan_card(request, family, shapes, card, listen) for card in request.cards]
@@ -54,7 +53,7 @@ def _plan_card(
 
     device = _device(request, card)
     tell(f"building {family.name}")
-    pipeline = DiffusersPipeline(family.build(), name=family.name)
+    pipeline = DiffusersPipeline(family.build(), name=family.name, request=family.request)
     declarations = declare(
         pipeline.components, request.component_residency, request.resident_layers
     )

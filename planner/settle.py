@@ -11,7 +11,7 @@ from ..offload.device import Device
 from ..phases.declaration import Declaration
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.headroom import Headroom
-from ..phases.shape import Shape, largest_shapes
+from ..phases.shape import Shape
 from ..phases.warmup import Failure, Sweep
 from .candidates import Candidate, Limits, Option, Shortage, candidates
 from .installation import Installation
@@ -89,7 +89,7 @@ def settle(
     Raises InputError where the pipeline refuses a shape, OffloadError where a component can't be
     placed as declared, RollbackError where an undo failed.
     """
-    shapes = largest_shapes(settings.shapes)
+    shapes = pipeline.largest(settings.shapes)
     installation = Installation(
         pipeline, device, settings.declarations, shapes, prefetch=settings.prefetch
     )

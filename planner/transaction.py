@@ -117,6 +117,7 @@ class Transaction:
     def _check(self, errors: Sequence[Exception]) -> None:
         found = [f"{type(error).__name__}: {error}" for error in errors]
         found += self._before.differences()
+        self._before.forget()
         allocated = self._device.read().allocated_bytes
         if allocated != self._allocated_bytes:
             found.append(f"{allocated} bytes are allocated, {self._allocated_bytes} were before")

@@ -28,7 +28,7 @@ def shortage(found: Infeasible | None) -> str:
     by = (
         "fails"
         if found.shortfall_bytes is None
-        else f"is short by at least {format_exact(found.shortfall_bytes)}"
+        else f"is short by {format_exact(found.shortfall_bytes)}"
     )
     where = place(found.phase, found.shape)
     if found.phase == "load":
@@ -74,11 +74,8 @@ def _obstacle(plan: Plan, use: UsePlan) -> str | None:
 
 
 def _lack(plan: Plan, use: UsePlan) -> str:
-    tightest = min(
-        (phase for phase in plan.phases if phase.name == use.limiting_phase),
-        key=lambda phase: phase.headroom_bytes,
-        default=None,
-    )
+    limit = (use.limiting_phase, use.limiting_shape)
+    tightest = next((p for p in plan.phases if (p.name, p.shape) == limit), None)
     short_bytes = use.shortfall_bytes
     if tightest is None or short_bytes is None:
         return f"{use.component} needs {format_bytes(use.retained_bytes)}{short_by(short_bytes)}"
@@ -105,11 +102,9 @@ def _refutation(plan: Plan, use: UsePlan) -> str:
 
 
 def _missing(attempt: Attempt) -> str:
-    """A failed allocation comes before the peak, so it is short by less than the phase lacks."""
-    if attempt.shortfall_bytes is None:
-        return ""
-    what = "the failed allocation" if attempt.verdict is Verdict.OOM else "the margin"
-    return f", {what} short by {format_bytes(attempt.shortfall_bytes)}"
+    if attempt.verdict is Verdict.OOM or attempt.shortfall_bytes is None:
+        return short_by(attempt.shortfall_bytes)
+    return f", the margin short by {format_bytes(attempt.shortfall_bytes)}"
 
 
 def _last_refuted(plan: Plan, component: str) -> Attempt | None:

@@ -46,7 +46,7 @@ def reason(use: UsePlan) -> str:
         case Reason.NO_HEADROOM:
             return f"too little headroom{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.REFUTED:
-            return f"tried and refuted{_where(use)}"
+            return f"tried and refuted{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
         case Reason.BASELINE_FAILED:

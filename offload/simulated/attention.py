@@ -61,6 +61,8 @@ def dispatch(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` on the card."""
     kernel = choose(query, key, value, attn_mask)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = _additive(attn_mask, query)
     if enable_gqa and kernel is not Kernel.FLASH and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
@@ -97,12 +99,14 @@ def _flash(
     return out[..., :head_dim] if padding else out  # type: ignore[no-any-return]
 
 
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.full_like(zero, float("-inf")))
+
+
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive bias that the memory-efficient kernel reads: same extents as the mask, aligned
-    rows, and expanded without copying."""
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        mask = torch.where(mask, zero, torch.full_like(zero, float("-inf")))
+    """The bias that the memory-efficient kernel reads: same extents as the mask, aligned rows, and
+    expanded without copying."""
     width = mask.size(-1)
     if padding := -width % _MASK_ALIGNMENT:
         mask = F.pad(mask, (0, padding))[..., :width]

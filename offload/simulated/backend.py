@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import DeviceError, VirtualDataError
 from . import attention
-from .dispatch import SPECIAL, dispatch
+from .dispatch import SPECIAL, dispatch, is_defined
 from .slot import card_in_slot
-from .storage import DEVICE_TYPE
+from .storage import DEVICE_TYPE, on_card
 
 _aten = torch.ops.aten
 
@@ -90,6 +90,7 @@ def register() -> tuple[Any, ...]:
         if op is not None:
             kernels.impl(name, functools.partial(dispatch, op), "PrivateUse1")
     _patch_deepcopy()
+    _patch_tolist()
     return fallback, kernels
 
 
@@ -122,3 +123,18 @@ def _patch_deepcopy() -> None:
         return whole.clone().untyped_storage()
 
     torch.UntypedStorage.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
+
+
+def _patch_tolist() -> None:
+    """`tolist` copies to the host and reads there, which can't be told from `cpu()`."""
+    original = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        if on_card(tensor) and not is_defined(tensor):
+            raise VirtualDataError(
+                f"the values of a {tensor.dtype} tensor that has only a shape were asked for",
+                hint="the pipeline branches on computed values here; run it with real data",
+            )
+        return original(tensor)
+
+    torch.Tensor.tolist = tolist  # type: ignore[method-assign]

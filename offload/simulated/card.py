@@ -23,7 +23,7 @@ from .dispatch import is_defined
 from .exact import ExactAllocator
 from .faults import Faults
 from .slot import card_in_slot, put_in
-from .storage import DEVICE_TYPE, live_buffers
+from .storage import DEVICE_TYPE, live_buffers, live_bytes
 from .virtual import is_virtual, mark_virtual
 
 MIB = 1 << 20
@@ -201,10 +201,10 @@ class SimulatedCard(Device):
     def check_integrity(self) -> None:
         """Raises DeviceIntegrityError unless what is allocated is what is alive."""
         self._allocator.check_integrity()
-        if self._allocator.live_blocks > live_buffers():
+        if self._allocator.requested_bytes != live_bytes():
             raise DeviceIntegrityError(
-                f"{self._allocator.live_blocks} blocks are allocated and "
-                f"{live_buffers()} storages alive"
+                f"{self._allocator.requested_bytes} bytes are charged, and the storages that are "
+                f"alive have {live_bytes()}"
             )
 
     def allocate(self, nbytes: int) -> Callable[[], None]:
@@ -283,8 +283,8 @@ class SimulatedCard(Device):
 
 def _size(nbytes: int) -> str:
     """Bytes in the text of CUDA's own error."""
-    if nbytes >= GIB:
+    if nbytes > GIB:
         return f"{nbytes / GIB:.2f} GiB"
-    if nbytes >= MIB:
+    if nbytes > MIB:
         return f"{nbytes / MIB:.2f} MiB"
-    return f"{nbytes / 1024:.2f} KiB" if nbytes >= 1024 else f"{nbytes} bytes"
+    return f"{nbytes / 1024:.2f} KiB" if nbytes > 1024 else f"{nbytes} bytes"

@@ -157,6 +157,11 @@ def _propagate(op: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str,
     written = [args[i] for i in traits.writes if i < len(args)]
     written += [kwargs[name] for name in traits.writes_by_name if name in kwargs]
     if traits.writes:
+        if traits.returns and any(tensor.numel() == 0 for tensor in _tensors(written)):
+            made = geometry(op, args, kwargs)
+            for tensor, result in zip(written, made if traits.returns > 1 else [made], strict=True):
+                if tensor.size() != result.size:  # out= variants resize an empty output
+                    tensor.data = _empty(result.size, result.stride, result.dtype)
         for tensor in _tensors(written):
             if on_card(tensor):
                 buffer_of(tensor).virtual = True
@@ -238,8 +243,21 @@ def _as_strided(
 
 
 def _resize(op: Any, tensor: torch.Tensor, size: Sequence[int], **_: Any) -> torch.Tensor:
-    if list(tensor.size()) != list(size):
-        tensor.data = _empty(size, contiguous_strides(size), tensor.dtype)
+    if list(tensor.size()) == list(size):
+        return tensor
+    stride, start = contiguous_strides(size), int(tensor.storage_offset())
+    have_bytes = tensor.untyped_storage().nbytes() if tensor.numel() else 0
+    if (start + span(size, stride)) * tensor.element_size() <= have_bytes:
+        tensor.data = as_strided(tensor, size, stride, start)
+        return tensor
+    grown = _empty(size, stride, tensor.dtype)
+    if tensor.numel():  # what is there stays, in the order of the storage
+        old, new = buffer_of(tensor), buffer_of(grown)
+        kept = old.data[start * tensor.element_size() :]
+        new.virtual = old.virtual
+        if not old.virtual:
+            new.data[: kept.numel()].copy_(kept)
+    tensor.data = grown
     return tensor
 
 

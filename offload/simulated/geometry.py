@@ -97,7 +97,15 @@ def geometry(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{op._schema.name} needs the values of a tensor that has only a shape",
             hint="run this pipeline with real data, or at a scale where that tensor is small",
         ) from no
+    if op is torch.ops.aten.convolution.default:
+        out = out.contiguous(memory_format=_convolved(*args[:2]))
     if len(_shapes) >= _SHAPES_KEPT:
         _shapes.clear()
     _shapes[key] = map_nested(describe, out)
     return _shapes[key]
+
+
+def _convolved(image: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """As cuDNN and the CPU do it: channels last if either is. The meta kernel doesn't tell."""
+    formats = [torch._prims_common.suggest_memory_format(t) for t in (image, weight)]
+    return next((f for f in formats if f != torch.contiguous_format), torch.contiguous_format)

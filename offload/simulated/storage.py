@@ -64,10 +64,11 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 class Buffer:
     """The host bytes under one device storage. `virtual`: they hold no values."""
 
-    __slots__ = ("data", "virtual")
+    __slots__ = ("data", "nbytes", "virtual")
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, nbytes: int) -> None:
         self.data = data
+        self.nbytes = nbytes
         self.virtual = False
 
 
@@ -80,7 +81,7 @@ def live_buffers() -> int:
 
 
 def live_bytes() -> int:
-    return sum(buffer.data.numel() for buffer in _buffers.values())
+    return sum(buffer.nbytes for buffer in _buffers.values())
 
 
 def on_card(value: object) -> TypeGuard[torch.Tensor]:
@@ -104,7 +105,7 @@ def new_storage(
     """
     if data is None:
         data = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-    buffer = Buffer(data)
+    buffer = Buffer(data, nbytes)
     size = ctypes.sizeof(_DLManagedTensor)
     address = _libc.malloc(size + 16)
     extents = (ctypes.c_int64 * 2).from_address(address + size)

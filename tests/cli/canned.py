@@ -69,6 +69,7 @@ def resident_use(phase: str, component: str, layers: int) -> UsePlan:
         reason=Reason.RESIDENT,
         shortfall_bytes=None,
         limiting_phase=None,
+        limiting_shape=None,
     )
 
 
@@ -85,6 +86,7 @@ def encoder_use(reason: Reason, saved_s: float, shortfall_bytes: int | None = No
         reason=reason,
         shortfall_bytes=shortfall_bytes,
         limiting_phase=None if reason is Reason.RETAINED else "vae_decode",
+        limiting_shape=None if reason is Reason.RETAINED else SHAPE,
     )
 
 

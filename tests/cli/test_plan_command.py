@@ -131,7 +131,7 @@ def test_a_baseline_that_fits_not_every_card_ends_with_1_and_says_where(
     assert Report.parse(result.out, "stdout") == Report.read(tmp_path / "plan.json")
     assert result.err.splitlines()[-2:] == [
         "error: qwen-image-2.1 does not fit RTX 5080: vae_decode at 720x720:steps=4 is short by "
-        "at least 1.20 GiB (1,288,490,189 bytes) with nothing retained",
+        "1.20 GiB (1,288,490,189 bytes) with nothing retained",
         "hint: offload more components, keep fewer layers resident, or serve smaller shapes",
     ]
 
