@@ -13,6 +13,7 @@ from ..offload.errors import InputError, PhaseError
 from ..offload.oom import Shortfall
 from .conductor import Conductor, RequestTrace
 from .diffusers import DiffusersPipeline
+from .prestate import PreState
 from .shape import Shape
 
 REQUESTS = 2
@@ -131,7 +132,18 @@ class Warmup:
         return self._passes[shape]
 
     def sweep(self) -> Sweep:
-        """Run the shapes, and stop at the first error."""
+        """Run the shapes, and stop at the first error.
+
+        What requests leave in the pipeline for the next, such as a scheduler's history, is there
+        for the second request of a shape, and gone when the sweep ends.
+        """
+        state = PreState(self.pipeline)
+        try:
+            return self._sweep()
+        finally:
+            state.restore()
+
+    def _sweep(self) -> Sweep:
         runs: list[ShapeRun] = []
         for shape in self.shapes:
             done: list[_Request] = []

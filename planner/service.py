@@ -30,11 +30,9 @@ def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Repo
     """
     if not request.cards:
         raise InputError("no card is named", hint="give --card or --capacity")
-    if request.margin_bytes < 0 or request.explore < 0:
-        raise InputError(
-            f"margin is {request.margin_bytes} bytes and explore {request.explore}",
-            hint="both are 0 or more",
-        )
+    for name in ("margin_bytes", "explore", "prefetch"):
+        if getattr(request, name) < 0:
+            raise InputError(f"{name} is {getattr(request, name)}", hint="it is 0 or more")
     family = find_family(request.pipeline, tiny=request.tiny)
     shapes = request.shapes or (family.request,)
     for shape in shapes:

@@ -13,8 +13,8 @@ from ..offload.placement import Placement
 from ..phases.conductor import Conductor
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.graph import PhaseGraph
+from ..phases.prestate import PreState
 from ..phases.use import ComponentUse
-from .prestate import PreState
 
 
 class Operation(ABC):

@@ -28,7 +28,7 @@ def test_a_budget_gives_back_what_it_charged():
 def test_a_budget_can_be_charged_to_the_last_byte_and_no_further():
     budget = HostBudget(8 * KIB)
     budget.charge(8 * KIB)
-    with pytest.raises(HostMemoryError, match="1 bytes takes 1 of host memory.*0 are left"):
+    with pytest.raises(HostMemoryError, match=r"1 bytes takes 1 of host memory.*0 are left"):
         budget.charge(1)
 
 

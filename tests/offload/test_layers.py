@@ -173,11 +173,8 @@ def test_values_arrive_in_tensors_that_overlap_as_they_did(
     else:
         weights.onload(copies)
     assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
-    tensors[0][-1] = -7.0
-    assert tensors[1][9, 0].item() == 49.0
-    assert tensors[1][0, 0].item() == 40.0
-    tensors[1][9, 0] = -5.0
-    assert tensors[0][-1].item() == -5.0 or tensors[0][39].item() == -7.0
+    tensors[0][-1] = -7.0  # element 49, which the second has in its first column
+    assert tensors[1][9, 0].item() == -7.0
     weights.offload()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from residency.phases.conductor import Conductor
 from residency.phases.declaration import declare
 from residency.phases.diffusers import DiffusersPipeline
 from residency.phases.family import find_family
+from residency.phases.prestate import PreState
 from residency.phases.shape import Shape
 from residency.phases.warmup import Warmup
-from residency.planner.prestate import PreState
 
 WIDTH = 8
 
@@ -83,7 +82,7 @@ def paint(
         x = parts["text_encoder"](x)
     for _ in range(steps):
         x = parts["transformer"](x)
-    return parts["vae"].decode(x)
+    return parts["vae"].decode(x) if "vae" in parts else x
 
 
 class TellingStrategy(Strategy):
@@ -127,7 +126,6 @@ def staged(
     card: str = "RTX 5090",
 ) -> Iterator[Stage]:
     """Installed and conducted inside the block; afterwards put back."""
-    gc.collect()
     allocator = "caching" if virtual else "exact"
     with SimulatedCard(find_card(card), allocator=allocator, virtual=virtual) as device:
         declared = declare(components, residency or {}, resident_layers or {})

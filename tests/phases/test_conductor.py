@@ -5,7 +5,7 @@ import torch
 from stage import WIDTH, Stack, anatomy, paint, staged, toys
 
 from residency.offload.errors import PhaseError
-from residency.offload.simulated.faults import InjectedError
+from residency.offload.simulated.faults import InjectedError, driver_error
 from residency.phases.component import Component
 from residency.phases.graph import PhaseGraph
 from residency.phases.watch import phases, watch
@@ -47,9 +47,24 @@ def request(stage, **how):
     return trace, output.cpu()
 
 
-def retain(stage, component):
+def retain(stage, component, retained=True):
     use = next(use for use in stage.conductor.graph.uses if use.component == component)
-    stage.conductor.graph.retain(use, True)
+    stage.conductor.graph.retain(use, retained)
+
+
+def failed_request(stage, *, after=ZeroDivisionError):
+    """One that ends with an error in the middle of denoising."""
+    x = X.to(stage.card.torch_device)
+    error = after()
+
+    def fail(*_):
+        raise error
+
+    handle = stage.components[1].module.layers[1].register_forward_hook(fail)
+    with pytest.raises(type(error)), stage.conductor.request() as trace:
+        paint(stage.components, x)
+    handle.remove()
+    return trace
 
 
 def on_card(stage, component):
@@ -142,12 +157,12 @@ def test_a_retained_set_stays_over_the_end_of_the_request():
 
 def test_retained_or_not_is_read_where_the_use_finishes():
     with on_stage(resident_layers=HALF) as stage:
-        retain(stage, "transformer")
-        request(stage)
-        use = next(each for each in stage.conductor.graph.uses if each.component == "transformer")
-        stage.conductor.graph.retain(use, False)
-        request(stage)
-        assert on_card(stage, "transformer") == set()
+        x = X.to(stage.card.torch_device)
+        for retained in (True, False):
+            with stage.conductor.request():
+                paint(stage.components[:2], x)
+                retain(stage, "transformer", retained)
+            assert bool(on_card(stage, "transformer")) == retained
 
 
 def test_each_phase_is_read_where_it_ends_with_its_uses_still_open():
@@ -214,11 +229,7 @@ def test_an_error_gives_up_what_the_phase_has_and_a_later_request_works():
 
 def test_an_error_names_the_phase_that_it_ended():
     with on_stage() as stage:
-        x = X.to(stage.card.torch_device)
-        with pytest.raises(InjectedError), stage.conductor.request() as trace:
-            stage.components[0].module(x)
-            stage.card.faults.at_copy(3)
-            stage.components[1].module(x)
+        trace = failed_request(stage, after=driver_error)
         assert trace.phase == "denoise"
         assert [each.phase for each in trace.readings] == ["text_encode"]
 
@@ -240,10 +251,7 @@ def test_an_error_at_any_copy_leaves_a_state_that_works(copies):
 def test_an_error_leaves_what_another_use_has_retained():
     with on_stage(resident_layers=HALF) as stage:
         retain(stage, "text_encoder")
-        with pytest.raises(ZeroDivisionError), stage.conductor.request():
-            x = X.to(stage.card.torch_device)
-            stage.components[1].module(stage.components[0].module(x))
-            raise ZeroDivisionError
+        failed_request(stage)
         assert on_card(stage, "text_encoder")
         assert not on_card(stage, "transformer")
         request(stage)
@@ -252,10 +260,8 @@ def test_an_error_leaves_what_another_use_has_retained():
 
 def test_an_interrupt_gives_up_what_the_phase_has_too():
     with on_stage() as stage:
-        with pytest.raises(KeyboardInterrupt), stage.conductor.request():
-            stage.components[0].module(X.to(stage.card.torch_device))
-            raise KeyboardInterrupt
-        assert not on_card(stage, "text_encoder")
+        failed_request(stage, after=KeyboardInterrupt)
+        assert not on_card(stage, "transformer")
         request(stage)
 
 

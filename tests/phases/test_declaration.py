@@ -83,7 +83,7 @@ def test_resident_layers_of_what_is_not_layerwise_are_an_error(mode):
 
 
 def test_resident_layers_of_what_is_resident_by_default_are_an_error():
-    with pytest.raises(InputError, match="resident layers of vae are 0.5, and vae is resident"):
+    with pytest.raises(InputError, match=r"resident layers of vae are 0\.5, and vae is resident"):
         declare(toys(), {}, {"vae": "0.5"})
 
 

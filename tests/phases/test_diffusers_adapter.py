@@ -11,7 +11,6 @@ from residency.offload.cards import find_card
 from residency.offload.errors import InputError, ShapeError
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import families
 from residency.phases.requests import run
 from residency.phases.shape import Shape
 

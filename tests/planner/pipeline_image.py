@@ -71,5 +71,7 @@ def _attributes(image: PipelineImage, name: str, each: object) -> None:
     for key, value in getattr(each, "__dict__", {}).items():
         if isinstance(each, nn.Module) and isinstance(value, dict):
             image.attributes[f"{name}.{key}"] = tuple((k, id(v)) for k, v in value.items())
+        elif type(value) is list:
+            image.attributes[f"{name}.{key}"] = (id(value), *map(id, value))
         else:
             image.attributes[f"{name}.{key}"] = value

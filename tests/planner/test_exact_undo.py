@@ -15,7 +15,7 @@ from residency.planner.settle import settle
 from residency.planner.transaction import Operation, Retain, Transaction
 
 FAULTS = pytest.mark.parametrize("fault", [out_of_memory, driver_error])
-POINTS = 8
+POINTS = 5
 
 
 def spread(count: int, points: int) -> list[int]:

@@ -33,6 +33,7 @@ def both() -> tuple[dict[str, int], dict[str, int]]:
     ("component", "about_mib"),
     # Weights, inputs, and the peak above them that FINDINGS A5 has: 383.1 and 3459.3 MiB.
     [("denoiser", 1373.6 + 4.0 + 383.1), ("decoder", 242.0 + 0.5 + 3459.3)],
+    ids=["denoiser", "decoder"],
 )
 def test_the_card_and_mem_tracker_count_the_same_peak(both, component: str, about_mib: float):
     card, tracker = (peak[component] for peak in both)

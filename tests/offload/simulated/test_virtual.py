@@ -154,7 +154,9 @@ class TransformerBlock(nn.Module):
         self.norm = nn.LayerNorm(128)
         self.qkv = nn.Linear(128, 3 * 128)
         self.out = nn.Linear(128, 128)
-        self.mlp = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+        self.mlp = nn.Sequential(
+            nn.RMSNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..phases.diffusers import DiffusersPipeline
+from .diffusers import DiffusersPipeline
 
 
 class PreState:

@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PACKAGES := cli cli/render offload offload/simulated phases planner
+
+.PHONY: plan test check bench
+
+# One pipeline, one set of layers, two cards: opposite decisions.
+plan: $(VENV)/.ready
+	$(BIN)/residency plan qwen-image-2.1 --card "RTX 4090" --card "RTX 5090" --shape 720x720 \
+	  --component-residency dit=resident,text_encoder=layerwise-offload,vae=resident \
+	  --layerwise-resident-layers text_encoder=0.65 --explore 1
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m tests.bench
+
+# The packages are installed as links to their files: a folder whose list of files has changed is
+# linked anew.
+$(VENV)/.ready: pyproject.toml $(PACKAGES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable ".[diffusers,dev]"
+	touch $@

@@ -1,0 +1,13 @@
+"""Measured tables: `make bench`. Seconds are of this machine; compare rows of one run."""
+
+import sys
+
+from rich.console import Console
+
+from . import hooks, planning
+
+if __name__ == "__main__":
+    console = Console(width=110)
+    for table in (planning.table, hooks.table):
+        console.print(table())
+        sys.stdout.flush()

@@ -1,0 +1,237 @@
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from bench_card import bench, each_family, tiny
+
+from residency.offload.errors import ShapeError
+from residency.offload.simulated.faults import out_of_memory
+from residency.phases.shape import Shape
+from residency.phases.warmup import Warmup
+from residency.planner.plan import Verdict
+from residency.planner.settle import Settlement, settle
+
+
+def verdicts(settlement: Settlement) -> list[Verdict]:
+    return [each.judgement.verdict for each in settlement.tries]
+
+
+def when_trying(act: Callable[[], object]) -> Callable[[str], None]:
+    """A listener that acts before each candidate is applied."""
+
+    def listen(doing: str) -> None:
+        if doing.startswith("trying"):
+            act()
+
+    return listen
+
+
+def peak_needed(family: str, **given) -> int:
+    """Bytes that the best candidate takes at its peak, where nothing is short."""
+    with bench(family, **given) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        peak = max(
+            reading.reading.peak_allocated_bytes
+            for run in settlement.planned.runs
+            for trace in run.traces
+            for reading in trace.readings
+        )
+        settlement.close()
+    return peak
+
+
+@each_family
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_the_output_with_retention_is_the_output_without_bit_for_bit(family, guidance):
+    if family == "flux.1-dev" and guidance > 1:
+        guidance = 1.0  # embedded guidance only
+    with bench(family, guidance=guidance) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        assert settlement.committed is not None
+        for before, after in zip(settlement.baseline.runs, settlement.planned.runs, strict=True):
+            assert torch.equal(before.output, after.output)
+        settlement.close()
+
+
+@each_family
+def test_a_committed_plan_moves_less_and_exactly_what_was_said(family):
+    with bench(family) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        before, after = settlement.baseline.runs[0], settlement.planned.runs[0]
+        assert before.h2d_bytes - after.h2d_bytes == settlement.committed.saved_bytes > 0
+        settlement.close()
+
+
+@each_family
+def test_the_model_says_the_peak_of_each_phase_to_the_byte(family):
+    with bench(family) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        # Swept again: in validation the transaction still keeps what the scheduler held before.
+        (after,) = settlement.installation.warmup.sweep().runs
+        for headroom in settlement.headrooms:
+            demand = settlement.committed.demand_bytes((headroom.phase, headroom.shape))
+            assert after.peak_bytes(headroom.phase) <= headroom.peak_bytes + demand
+        binding = min(settlement.headrooms, key=lambda each: each.headroom_bytes)
+        demand = settlement.committed.demand_bytes((binding.phase, binding.shape))
+        assert after.peak_bytes(binding.phase) == binding.peak_bytes + demand
+        settlement.close()
+
+
+def test_one_byte_less_than_the_peak_is_refuted_and_rolled_back():
+    family = "qwen-image-2.1"
+    needed = peak_needed(family)
+    with bench(family, capacity_bytes=needed) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        assert verdicts(settlement) == [Verdict.ACCEPTED]
+        best = settlement.committed.saved_bytes
+        settlement.close()
+    with bench(family, capacity_bytes=needed - 1) as test:
+        settlement = settle(test.pipeline, test.card, test.settings(explore=1))
+        assert verdicts(settlement)[0] is Verdict.OOM
+        assert settlement.tries[0].rolled_back
+        assert settlement.tries[0].shortfall_bytes == 1
+        assert settlement.committed is None or settlement.committed.saved_bytes < best
+        settlement.close()
+
+
+def test_what_the_model_says_does_not_fit_is_not_tried_unless_explored():
+    needed = peak_needed("qwen-image-2.1")
+    with bench("qwen-image-2.1", capacity_bytes=needed - 1) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        assert all(each.shortage is None for each in settlement.tries)
+        assert all(not each.rolled_back for each in settlement.tries)
+        settlement.close()
+
+
+def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
+    pipeline = tiny("qwen-image-2.1")
+    moved = []
+    for capacity in range(2_400_000, 4_000_000, 200_000):
+        with bench("qwen-image-2.1", capacity_bytes=capacity, pipeline=pipeline) as test:
+            settlement = settle(pipeline, test.card, test.settings())
+            if settlement.failure is None:
+                moved.append(settlement.planned.runs[0].h2d_bytes)
+                settlement.close()
+    assert len(moved) >= 3
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > moved[-1]
+
+
+def test_the_margin_is_kept_in_every_phase():
+    needed = peak_needed("qwen-image-2.1")
+    with bench("qwen-image-2.1", capacity_bytes=needed) as test:
+        settlement = settle(test.pipeline, test.card, test.settings(margin_bytes=1, explore=1))
+        assert verdicts(settlement)[0] is Verdict.HEADROOM
+        assert settlement.tries[0].shortfall_bytes == 1
+        settlement.close()
+
+
+def test_a_neighbour_that_grows_after_the_baseline_refutes_what_fitted():
+    needed = peak_needed("qwen-image-2.1")
+    with bench("qwen-image-2.1", capacity_bytes=needed) as test:
+        grow = partial(setattr, test.card, "others_bytes", 100_000)
+        listen = when_trying(grow)
+        settlement = settle(test.pipeline, test.card, test.settings(), listen=listen)
+        assert verdicts(settlement)[0] is Verdict.OOM
+        settlement.close()
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_a_component_that_changes_its_output_is_refuted(monkeypatch):
+    with bench("qwen-image-2.1") as test:
+        pipeline, run = test.pipeline, test.pipeline.run
+        retaining: list[str] = []
+
+        def changed(shape, *, seed=0):
+            output = run(shape, seed=seed)
+            if retaining:
+                output.value.add_(1)
+            return output
+
+        monkeypatch.setattr(pipeline, "run", changed)
+        listen = when_trying(lambda: retaining.append("now"))
+        settlement = settle(pipeline, test.card, test.settings(), listen=listen)
+        assert set(verdicts(settlement)) == {Verdict.OUTPUT}
+        assert settlement.committed is None
+        settlement.close()
+
+
+def test_a_plan_that_would_copy_more_than_the_baseline_is_refuted(monkeypatch):
+    with bench("qwen-image-2.1") as test:
+        pipeline, run = test.pipeline, test.pipeline.run
+        retaining: list[str] = []
+
+        def wasteful(shape, *, seed=0):
+            if retaining:
+                torch.zeros(10_000_000, dtype=torch.uint8).to(test.card.torch_device)
+            return run(shape, seed=seed)
+
+        monkeypatch.setattr(pipeline, "run", wasteful)
+        listen = when_trying(lambda: retaining.append("now"))
+        settlement = settle(pipeline, test.card, test.settings(), listen=listen)
+        assert set(verdicts(settlement)) == {Verdict.SLOWER}
+        settlement.close()
+
+
+def test_an_error_that_is_no_oom_is_a_crash_and_the_loop_goes_on():
+    with bench("qwen-image-2.1") as test:
+        faults = iter([partial(test.card.faults.at_copy, 5)])
+        listen = when_trying(lambda: next(faults, int)())
+        settlement = settle(test.pipeline, test.card, test.settings(), listen=listen)
+        assert verdicts(settlement) == [Verdict.CRASH, Verdict.ACCEPTED]
+        assert "InjectedError" in settlement.tries[0].judgement.detail
+        settlement.close()
+
+
+def test_a_baseline_that_fails_says_where_and_applies_nothing():
+    with bench("qwen-image-2.1") as test:
+        test.card.faults.at_allocation(2000, out_of_memory)
+        settlement = settle(test.pipeline, test.card, test.settings())
+        assert settlement.failure.is_oom
+        assert settlement.failure.phase in ("text_encode", "denoise", "vae_decode")
+        assert settlement.tries == []
+
+
+def test_resident_components_that_cannot_be_loaded_fail_before_any_phase():
+    with bench("qwen-image-2.1", capacity_bytes=100_000) as test:
+        settlement = settle(test.pipeline, test.card, test.settings())
+        assert (settlement.failure.phase, settlement.failure.shape) == ("load", None)
+        assert settlement.failure.shortfall.short_bytes > 0
+
+
+def test_a_shape_that_the_pipeline_refuses_is_bad_input_and_undone():
+    with bench("wan2.1-t2v-14b") as test:
+        refused = Shape(72, 72, 5, tokens=16)
+        with pytest.raises(ShapeError, match="refuses 72x72x5"):
+            settle(test.pipeline, test.card, test.settings(shapes=(refused,)))
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_only_the_largest_shapes_are_swept():
+    with bench("flux.1-dev") as test:
+        shapes = (Shape(32, 32, tokens=16), Shape(64, 64, tokens=16), Shape(48, 64, tokens=16))
+        settlement = settle(test.pipeline, test.card, test.settings(shapes=shapes))
+        assert [run.asked for run in settlement.baseline.runs] == [shapes[1]]
+        settlement.close()
+
+
+def test_after_a_caught_oom_no_tensor_of_the_failed_attempt_is_alive():
+    needed = peak_needed("qwen-image-2.1")
+    with bench("qwen-image-2.1", capacity_bytes=needed - 1) as test:
+        levels = []
+        sweep = Warmup.sweep
+
+        def watched(warmup: Warmup):
+            swept = sweep(warmup)
+            levels.append((swept.failure is not None, test.card.read().allocated_bytes))
+            return swept
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Warmup, "sweep", watched)
+            settlement = settle(test.pipeline, test.card, test.settings(explore=1))
+        (failed, after_baseline), (oom, _) = levels[:2]
+        assert (failed, oom) == (False, True)
+        settlement.close()
+        assert after_baseline > 0
+        assert test.card.read().allocated_bytes == 0
