@@ -137,6 +137,7 @@ class SimulatedCard(Device):
 
     @property
     def torch_device(self) -> torch.device:
+        register()
         return torch.device(DEVICE_TYPE, 0)
 
     @property
