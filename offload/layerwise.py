@@ -81,7 +81,7 @@ class LayerwiseOffload(Placement):
         self._rest_loaded = False
         self._window: list[torch.Tensor] = []
         self._slots = 0
-        self._holds_resident_set = False
+        self._held: frozenset[int] = frozenset()
         self._in_use = False
         # The order in which layers were seen to run: who follows whom in a pass, who comes first.
         self._first: int | None = None
@@ -96,6 +96,7 @@ class LayerwiseOffload(Placement):
         self._running: int | None = None
         self._passes_left = 0
         self.layers_run: set[int] = set()
+        self.layers_run_in_use: set[int] = set()
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -180,9 +181,18 @@ class LayerwiseOffload(Placement):
             for weights in (*self._layers, self._rest):
                 weights.unpin(self.pin)
 
-    def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
+    def begin_use(
+        self,
+        *,
+        holds_resident_set: bool,
+        passes: int = 1,
+        resident: frozenset[int] | None = None,
+    ) -> None:
         self._in_use = True
-        self._holds_resident_set = holds_resident_set
+        self._held = frozenset()
+        if holds_resident_set:
+            self._held = self._resident if resident is None else resident
+        self.layers_run_in_use = set()
         self._passes_left = passes
         self._entered.clear()
         self._running = None
@@ -192,16 +202,19 @@ class LayerwiseOffload(Placement):
         if not self._rest_loaded:
             self._copies.wait(self._rest.onload(self._copies))
             self._rest_loaded = True
-        if holds_resident_set:
-            for i in sorted(self._resident - self._loaded.keys()):
-                self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
+        for i in sorted(self._held - self._loaded.keys()):
+            self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
         if self._order_known:
             self._prefetch_pass()
 
-    def release_after_use(self, keep_resident: bool = False) -> None:
+    def release_after_use(
+        self, keep_resident: bool = False, retained: frozenset[int] | None = None
+    ) -> None:
         self._in_use = False
         self._end_pass()
-        kept = self._resident if keep_resident and self._holds_resident_set else frozenset()
+        kept = frozenset[int]()
+        if keep_resident:
+            kept = self._held if retained is None else self._held & retained
         for i in self._loaded.keys() - kept:
             self._give_up(i)
         if not keep_resident and self._rest_loaded:
@@ -211,7 +224,7 @@ class LayerwiseOffload(Placement):
 
     def release_all(self) -> None:
         self._in_use = False
-        self._holds_resident_set = False
+        self._held = frozenset()
         self._running = None
         for weights in (*self._layers, self._rest):
             weights.offload()
@@ -254,6 +267,7 @@ class LayerwiseOffload(Placement):
             self._first = i
         self._entered.add(i)
         self.layers_run.add(i)
+        self.layers_run_in_use.add(i)
         self._running = i
         loaded = self._loaded.get(i) or self._load_streamed(i)
         if loaded.copied is not None:
@@ -295,7 +309,7 @@ class LayerwiseOffload(Placement):
         return ahead
 
     def _is_streamed(self, i: int) -> bool:
-        return not (self._holds_resident_set and i in self._resident)
+        return i not in self._held
 
     def _prefetch(self, wanted: Sequence[int]) -> None:
         for i in wanted:

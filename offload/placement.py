@@ -31,6 +31,8 @@ class Placement(ABC):
 
     total_layers: int = 0
     resident_layers: int = 0
+    layers_run_in_use: set[int]
+    """Layers that ran in the use under way, or in the last; empty where they aren't streamed."""
 
     @abstractmethod
     def install(self) -> None: ...
@@ -39,16 +41,25 @@ class Placement(ABC):
     def remove(self) -> None: ...
 
     @abstractmethod
-    def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
+    def begin_use(
+        self,
+        *,
+        holds_resident_set: bool,
+        passes: int = 1,
+        resident: frozenset[int] | None = None,
+    ) -> None:
         """Make the module ready to run `passes` times.
 
+        `resident`: layers to hold in this use instead of the declared resident set.
         Raises torch.OutOfMemoryError.
         """
 
     @abstractmethod
-    def release_after_use(self, keep_resident: bool = False) -> None:
+    def release_after_use(
+        self, keep_resident: bool = False, retained: frozenset[int] | None = None
+    ) -> None:
         """The use has ended: all goes but the resident set and the non-layer weights, and those
-        too unless they are kept."""
+        too unless they are kept. `retained`: of the resident set, keep only these layers."""
 
     @abstractmethod
     def release_all(self) -> None:
@@ -94,6 +105,7 @@ class _Whole(Placement):
         parts = [*(layer for group in by_group for layer in group), rest]
         self.total_layers = self.resident_layers = len(parts) - 1
         self._non_layer_bytes = rest.buffer_bytes
+        self.layers_run_in_use = set()
         self._weights = Weights(region for part in parts for region in part.regions)
         self._copies = CopyStream(device)
         self._loaded = False
@@ -131,10 +143,18 @@ class Resident(_Whole):
     def remove(self) -> None:
         self._offload()
 
-    def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
+    def begin_use(
+        self,
+        *,
+        holds_resident_set: bool,
+        passes: int = 1,
+        resident: frozenset[int] | None = None,
+    ) -> None:
         pass
 
-    def release_after_use(self, keep_resident: bool = False) -> None:
+    def release_after_use(
+        self, keep_resident: bool = False, retained: frozenset[int] | None = None
+    ) -> None:
         pass
 
     def release_all(self) -> None:
@@ -157,10 +177,18 @@ class ComponentOffload(_Whole):
     def remove(self) -> None:
         self.release_all()
 
-    def begin_use(self, *, holds_resident_set: bool, passes: int = 1) -> None:
+    def begin_use(
+        self,
+        *,
+        holds_resident_set: bool,
+        passes: int = 1,
+        resident: frozenset[int] | None = None,
+    ) -> None:
         self._onload()
 
-    def release_after_use(self, keep_resident: bool = False) -> None:
+    def release_after_use(
+        self, keep_resident: bool = False, retained: frozenset[int] | None = None
+    ) -> None:
         if not keep_resident:
             self._offload()
 

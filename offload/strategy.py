@@ -17,6 +17,14 @@ class Use(Protocol):
     def passes(self) -> int:
         """How often the component's layers run before the use ends."""
 
+    @property
+    def resident_layers(self) -> frozenset[int] | None:
+        """Layers to hold where the resident set is held; None: those declared."""
+
+    @property
+    def retained_layers(self) -> frozenset[int] | None:
+        """Of those, the ones to retain where the use retains; None: all."""
+
 
 class Strategy:
     """Prepares and finishes the uses of one component."""
@@ -31,7 +39,11 @@ class Strategy:
         Raises torch.OutOfMemoryError.
         """
         holds = use.passes > 1 or use.retain_resident_layers
-        self.placement.begin_use(holds_resident_set=holds, passes=use.passes)
+        self.placement.begin_use(
+            holds_resident_set=holds, passes=use.passes, resident=use.resident_layers
+        )
 
     def finish(self, use: Use) -> None:
-        self.placement.release_after_use(keep_resident=use.retain_resident_layers)
+        self.placement.release_after_use(
+            keep_resident=use.retain_resident_layers, retained=use.retained_layers
+        )

@@ -34,6 +34,8 @@ class RequestTrace:
     phase: str | None = None
     readings: list[PhaseReading] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
+    layers_run: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
+    """By phase and component, of components that are streamed."""
 
 
 class Conductor:
@@ -155,7 +157,11 @@ class Conductor:
             component, use = self._open.popitem()
             if self.graph is not None:
                 use = self.graph.uses_in(use.phase)[component]
-            self.strategies[component].finish(use)
+            strategy = self.strategies[component]
+            if self._trace is not None:
+                ran = frozenset(strategy.placement.layers_run_in_use)
+                self._trace.layers_run[use.phase, component] = ran
+            strategy.finish(use)
         self._phase = None
 
     def _begin_reading(self) -> None:

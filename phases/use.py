@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ComponentUse:
     """One interval in which `component` must be ready.
 
-    `retain_resident_layers` is set by the planner and by nothing else, and read when the use
-    finishes.
+    `retain_resident_layers` and the two sets are set by the planner and by nothing else;
+    `retain_resident_layers` is read when the use finishes.
     """
 
     phase: str
@@ -18,6 +18,10 @@ class ComponentUse:
     passes: int = 1
     """How often the component is called before the use ends."""
     retain_resident_layers: bool = False
+    resident_layers: frozenset[int] | None = None
+    """The resident set, where it was sized and not declared: layers counted over all groups."""
+    retained_layers: frozenset[int] | None = None
+    """Of the resident set, what is retained if the use retains; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)

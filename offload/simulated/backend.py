@@ -137,4 +137,4 @@ def _patch_tolist() -> None:
             )
         return original(tensor)
 
-    torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+    torch.Tensor.tolist = tolist  # type: ignore[method-assign, assignment]

@@ -18,6 +18,8 @@ SET = 3 * 1024
 class Use:
     retain_resident_layers: bool = False
     passes: int = 1
+    resident_layers: frozenset[int] | None = None
+    retained_layers: frozenset[int] | None = None
 
 
 @pytest.fixture
@@ -95,3 +97,24 @@ def test_a_resident_component_does_not_care(device: SimulatedCard):
     placement.install()
     assert run(placement, Use()) == placement.weight_bytes
     placement.remove()
+
+
+def test_a_use_may_size_its_resident_set_and_what_of_it_is_retained(layerwise):
+    sized = Use(
+        retain_resident_layers=True,
+        resident_layers=frozenset({0, 2, 3}),
+        retained_layers=frozenset({2}),
+    )
+    strategy = Strategy(layerwise)
+    strategy.prepare(sized)
+    assert layerwise.on_device == {0, 2, 3}
+    strategy.finish(sized)
+    assert layerwise.on_device == {2}
+
+
+def test_what_is_retained_is_of_the_resident_set(layerwise):
+    sized = Use(retain_resident_layers=True, retained_layers=frozenset({0, 2}))
+    strategy = Strategy(layerwise)
+    strategy.prepare(sized)
+    strategy.finish(sized)
+    assert layerwise.on_device == {0}

@@ -161,6 +161,14 @@ def test_the_output_is_on_the_host_and_the_shape_told_that_was_run(swept):
     assert (large.asked.size, large.run.size) == ("104x104", "96x96")
 
 
+def test_a_sweep_leaves_nothing_of_its_requests_in_the_pipeline():
+    with staged_pipeline(tiny(QWEN), [SMALL]) as stage:
+        stage.warmup.discover()
+        before = PreState(stage.pipeline)
+        stage.warmup.sweep()
+        assert before.differences() == []
+
+
 def test_virtual_output_is_none():
     family = find_family(QWEN, tiny=True)
     pipeline = DiffusersPipeline(family.build(virtual=True), request=family.request)
