@@ -31,6 +31,15 @@ from .layers import LayerGroup, Weights, layer_groups, partition
 from .placement import Placement
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's group, its device bytes, and the bytes that loading it copies."""
+
+    group: str
+    buffer_bytes: int
+    copy_bytes: int
+
+
 @dataclass(slots=True)
 class _Loaded:
     """A layer on the device: its buffer, and the event of its copy until compute waited for it."""
@@ -69,6 +78,7 @@ class LayerwiseOffload(Placement):
         counts = tuple(resident_layers) or (0,) * len(self.groups)
         _check_counts(self.groups, counts, prefetch)
         by_group, self._rest = partition(module, self.groups)
+        self._by_group = by_group
         self._layers = [weights for group in by_group for weights in group]
         self._modules = [layer for group in self.groups for layer in group.layers]
         self._resident = frozenset(_leading(by_group, counts))
@@ -99,13 +109,25 @@ class LayerwiseOffload(Placement):
         self.layers_run_in_use: set[int] = set()
 
     @property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """Device bytes of each layer, groups one behind another."""
-        return tuple(weights.buffer_bytes for weights in self._layers)
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer weighs, groups one behind another."""
+        return tuple(
+            Layer(group.name, weights.buffer_bytes, weights.nbytes)
+            for group, layers in zip(self.groups, self._by_group, strict=True)
+            for weights in layers
+        )
+
+    @property
+    def resident_set(self) -> frozenset[int]:
+        return self._resident
 
     @property
     def weight_bytes(self) -> int:
-        return self.non_layer_bytes + sum(self.layer_bytes)
+        return self.non_layer_bytes + sum(weights.buffer_bytes for weights in self._layers)
+
+    @property
+    def non_layer_copy_bytes(self) -> int:
+        return self._rest.nbytes
 
     @property
     def non_layer_bytes(self) -> int:
@@ -137,8 +159,7 @@ class LayerwiseOffload(Placement):
         window = self.window_bytes(holds_resident_set=holds_resident_set)
         return self.non_layer_bytes + held + window
 
-    def pass_bytes(self, *, holds_resident_set: bool) -> int:
-        held = self._resident if holds_resident_set else frozenset()
+    def pass_bytes(self, held: frozenset[int]) -> int:
         return sum(self._layers[i].nbytes for i in self.layers_run - held)
 
     def saved_bytes(self, *, passes: int) -> int:

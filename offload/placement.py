@@ -84,8 +84,18 @@ class Placement(ABC):
     def use_bytes(self, *, holds_resident_set: bool) -> int:
         """The most that the weights take during a use."""
 
-    def pass_bytes(self, *, holds_resident_set: bool) -> int:
-        """Bytes that one pass copies, of the layers that were seen to run."""
+    @property
+    def resident_set(self) -> frozenset[int]:
+        """The layers declared resident, counted over all groups; empty where none is streamed."""
+        return frozenset()
+
+    @property
+    def non_layer_copy_bytes(self) -> int:
+        """What loading the weights of no layer copies."""
+        return 0
+
+    def pass_bytes(self, held: frozenset[int]) -> int:
+        """Bytes that one pass copies, of the layers that were seen to run and aren't held."""
         return 0
 
     @abstractmethod

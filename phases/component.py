@@ -54,17 +54,16 @@ class Component:
 
 
 def select(selector: str, names: Iterable[str]) -> Iterator[str]:
-    """The components that a flag's `selector` means: one by its name, a group, or `all`.
+    """The components that a flag's `selector` means: a group, `all`, or one by its name.
 
+    As in SGLang, `text_encoder` is the group of all text encoders, also where one bears its name.
     Raises UnknownNameError where it means none.
     """
     names = tuple(names)
-    if selector in names:
-        found = [selector]
-    elif selector == ALL:
+    if selector == ALL:
         found = [*names]
     else:
-        found = [name for name in names if ComponentGroup.of(name) == selector]
+        found = [name for name in names if selector in (name, ComponentGroup.of(name))]
     if not found:
         groups = {str(ComponentGroup.of(name)) for name in names} - {ComponentGroup.OTHER}
         raise UnknownNameError("component", selector, (*names, *sorted(groups - {*names}), ALL))
@@ -77,5 +76,6 @@ def resolve(assignments: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T
     Raises UnknownNameError.
     """
     names = tuple(names)
-    order = sorted(assignments, key=lambda selector: (selector != ALL, selector in names))
+    groups = {*ComponentGroup} - {ComponentGroup.OTHER}
+    order = sorted(assignments, key=lambda selector: (selector != ALL, selector not in groups))
     return {name: assignments[selector] for selector in order for name in select(selector, names)}

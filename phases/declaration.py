@@ -12,7 +12,7 @@ from ..offload.errors import InputError, UnknownNameError
 from ..offload.layers import LayerGroup, layer_groups
 from ..offload.layerwise import LayerwiseOffload
 from ..offload.placement import ComponentOffload, Placement, Resident
-from .component import Component, ComponentGroup, resolve
+from .component import Component, ComponentGroup, resolve, select
 
 
 class ResidencyMode(StrEnum):
@@ -46,29 +46,31 @@ def declare(
 ) -> dict[str, Declaration]:
     """One declaration for each component.
 
-    What `residency` leaves open: a VAE, whose decoder is hooked by no layers that run in a row,
-    and whatever has no layer groups are resident; the rest is streamed layer by layer.
-    Raises InputError for names and numbers that can't be, and for resident layers of a component
-    that isn't layerwise, where they would do nothing.
+    What `residency` leaves open: a VAE, which is small and runs in many short passes, and whatever
+    has no layer groups are resident; the rest is streamed layer by layer.
+    Raises InputError for names and numbers that can't be, and for resident layers where no
+    component that they are declared for is layerwise: they would do nothing.
     """
     parts = {component.name: component for component in components}
-    modes = {name: _mode(text) for name, text in resolve(residency, parts).items()}
-    layers = resolve(resident_layers, parts)
-    declared = {}
-    for name, component in parts.items():
-        groups = layer_groups(component.module)
-        mode = modes.get(name) or _default(component, groups)
-        if mode is ResidencyMode.LAYERWISE_OFFLOAD:
-            counts = count_layers(layers.get(name, "0"), groups)
-        elif name in layers:
+    groups = {name: layer_groups(component.module) for name, component in parts.items()}
+    modes = {name: _default(component, groups[name]) for name, component in parts.items()}
+    modes |= {name: _mode(text) for name, text in resolve(residency, parts).items()}
+    layerwise = [name for name, mode in modes.items() if mode is ResidencyMode.LAYERWISE_OFFLOAD]
+    for selector, text in resident_layers.items():
+        selected = [*select(selector, parts)]
+        if not {*selected} & {*layerwise}:
             raise InputError(
-                f"resident layers of {name} are {layers[name]}, and {name} is {mode}",
-                hint=f"declare {name}=layerwise-offload, or leave its resident layers out",
+                f"resident layers of {selector} are {text}, and {selected[0]} is "
+                f"{modes[selected[0]]}",
+                hint=f"declare {selector}=layerwise-offload, or leave its resident layers out",
             )
-        else:
-            counts = ()
-        declared[name] = Declaration(mode, counts)
-    return declared
+    layers = resolve(resident_layers, parts)
+    return {
+        name: Declaration(mode, count_layers(layers.get(name, "0"), groups[name]))
+        if name in layerwise
+        else Declaration(mode)
+        for name, mode in modes.items()
+    }
 
 
 def _mode(text: str) -> ResidencyMode:

@@ -95,11 +95,13 @@ class Shape:
     def covers(self, other: Shape) -> bool:
         """Whether this shape is at least as large in every dimension that takes memory.
 
-        Denoise steps follow one another and take none. Guidance counts as off or on.
+        Denoise steps follow one another and take none, but for one step alone, in which no
+        resident set is held. Guidance counts as off or on.
         """
         return (
             all(getattr(self, name) >= getattr(other, name) for name in _EXTENTS)
             and self.guided >= other.guided
+            and (self.steps != 1 or other.steps == 1)
         )
 
     @property

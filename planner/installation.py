@@ -87,6 +87,12 @@ class Installation:
             demands,
         )
 
+    def _held(self, use: ComponentUse, passes: int) -> frozenset[int]:
+        if passes == 1 and not use.retain_resident_layers:
+            return frozenset()
+        declared = self.placements[use.component].resident_set
+        return declared if use.resident_layers is None else use.resident_layers
+
     def h2d_bytes(self, shape: Shape, swept_bytes: int) -> int:
         """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps."""
         swept = self.warmup.steps(shape)
@@ -95,9 +101,7 @@ class Installation:
         for (phase, component), passes in self.warmup.passes(shape).items():
             if ComponentGroup.of(component) is ComponentGroup.DIT:
                 use = self.graph.uses_in(phase)[component]
-                a_pass = self.placements[component].pass_bytes(
-                    holds_resident_set=passes > 1 or use.retain_resident_layers
-                )
+                a_pass = self.placements[component].pass_bytes(self._held(use, passes))
                 more += a_pass * (passes * steps // swept - passes)
         return swept_bytes + more
 

@@ -72,7 +72,7 @@ def offloaded(device: SimulatedCard) -> Iterator[Callable[..., LayerwiseOffload]
 
 def test_what_a_component_weighs(offloaded):
     offload = offloaded(Stack(first=(8, 16, 8)), 2, 1)
-    assert offload.layer_bytes == (1024, 2048, 1024, 1024, 1024, 1024)
+    assert [layer.buffer_bytes for layer in offload.layers] == [1024, 2048, 1024, 1024, 1024, 1024]
     assert offload.non_layer_bytes == 1024 + 512
     assert offload.weight_bytes == 1536 + 5 * 1024 + 2048
     assert offload.resident_bytes == 1024 + 2048 + 1024
@@ -204,7 +204,7 @@ def test_views_that_overlap_are_copied_in_one(offloaded):
     module.first[0].down.weight.data = storage[64:].view(16, 8)
     offload = offloaded(module)
     assert use(offload)[0] == REST + 192 * 4 + 5 * LAYER
-    assert offload.layer_bytes[0] == 1024
+    assert offload.layers[0].buffer_bytes == 1024
 
 
 def test_a_buffer_that_layers_share_is_there_for_the_whole_use(offloaded):
@@ -222,7 +222,7 @@ def test_a_weight_that_a_layer_shares_with_the_head_is_there_for_the_whole_use(o
     module.first[0].up.weight = module.embed.weight
     offload = offloaded(module)
     # `up` of 1024 bytes is `embed`; `down` of 1024 is what the layer has left.
-    assert offload.layer_bytes == (1024,) * 6
+    assert [layer.buffer_bytes for layer in offload.layers] == [1024] * 6
     moved_bytes, peak_bytes, _ = use(offload, passes=2)
     assert moved_bytes == REST + 2 * 6 * LAYER
     assert peak_bytes == REST_TAKES + 2 * LAYER + ROWS
@@ -249,7 +249,7 @@ def test_a_large_layer_that_is_held_makes_no_large_buffers(offloaded):
 def test_a_region_is_copied_as_it_is_and_takes_multiples_of_512(offloaded):
     offload = offloaded(Stack(first=(9, 9, 9), second=(9, 9, 9)), prefetch=0)
     # 9 x 64 = 576 bytes up and down, which take 1024 each.
-    assert offload.layer_bytes == (2048,) * 6
+    assert [layer.buffer_bytes for layer in offload.layers] == [2048] * 6
     assert use(offload)[:2] == (REST + 6 * 1152, REST_TAKES + 2048 + ROWS)
 
 
@@ -339,9 +339,9 @@ def test_predictions_are_what_is_measured(offloaded):
     use(offload, holds=True, passes=2)
     moved_bytes, peak_bytes, _ = use(offload, holds=True, passes=2, keep=True)
     held_bytes = 1024 + 2048 + 1024
-    assert offload.pass_bytes(holds_resident_set=True) == 3 * LAYER
-    assert offload.pass_bytes(holds_resident_set=False) == 5 * LAYER + 2048
-    assert moved_bytes == REST + held_bytes + 2 * offload.pass_bytes(holds_resident_set=True)
+    assert offload.pass_bytes(offload.resident_set) == 3 * LAYER
+    assert offload.pass_bytes(frozenset()) == 5 * LAYER + 2048
+    assert moved_bytes == REST + held_bytes + 2 * offload.pass_bytes(offload.resident_set)
     assert peak_bytes == offload.use_bytes(holds_resident_set=True) + ROWS
     again_bytes, _, left_bytes = use(offload, holds=True, passes=2, keep=True)
     assert moved_bytes - again_bytes == offload.saved_bytes(passes=2) == REST + held_bytes

@@ -43,7 +43,7 @@ def test_a_placement_in_one_piece_weighs_every_region_by_itself(device: Simulate
     assert placement.non_layer_bytes == REST_TAKES
     for holds in (False, True):
         assert placement.use_bytes(holds_resident_set=holds) == REST_TAKES + LAYERS
-        assert placement.pass_bytes(holds_resident_set=holds) == 0
+        assert placement.pass_bytes(frozenset()) == 0
     placement.check_integrity()
 
 

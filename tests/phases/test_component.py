@@ -53,8 +53,8 @@ def test_a_group_means_each_of_its_components():
     ]
 
 
-def test_a_name_that_is_also_a_group_means_the_component():
-    assert list(select("text_encoder", FLUX)) == ["text_encoder"]
+def test_a_name_that_is_also_a_group_means_the_group():
+    assert list(select("text_encoder", FLUX)) == ["text_encoder", "text_encoder_2"]
     assert list(select("text_encoder", ["text_encoder_2", "text_encoder_3"])) == [
         "text_encoder_2",
         "text_encoder_3",
@@ -87,6 +87,13 @@ def test_a_name_overrides_a_group_and_a_group_overrides_all():
     expected = {"text_encoder": 1, "transformer": 2, "transformer_2": 3}
     assert resolve(assignments, names) == expected
     assert resolve(dict(reversed(assignments.items())), names) == expected
+
+
+def test_one_of_a_group_is_told_apart_by_its_own_name():
+    assert resolve({"text_encoder_2": "b", "text_encoder": "a"}, FLUX) == {
+        "text_encoder": "a",
+        "text_encoder_2": "b",
+    }
 
 
 def test_what_nothing_is_assigned_to_is_left_out():

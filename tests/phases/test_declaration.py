@@ -10,6 +10,7 @@ from residency.offload.placement import ComponentOffload, Resident
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.component import Component
 from residency.phases.declaration import Declaration, ResidencyMode, count_layers, declare
+from residency.phases.family import find_family
 
 LAYERWISE, RESIDENT = ResidencyMode.LAYERWISE_OFFLOAD, ResidencyMode.RESIDENT
 
@@ -138,3 +139,11 @@ def test_resident_layers_that_are_neither_are_refused(text):
         count_layers(text, QWEN3_VL)
     assert repr(text) in caught.value.message
     assert caught.value.hint.startswith("give a count of layers")
+
+
+def test_resident_layers_of_all_are_those_of_all_that_are_layerwise():
+    components = find_family("qwen-image", tiny=True).build().components
+    parts = [Component(name, components[name]) for name in ("text_encoder", "transformer", "vae")]
+    declared = declare(parts, {}, {"all": "all"})
+    assert declared["transformer"].resident_layers == (5,)
+    assert declared["vae"].resident_layers == ()

@@ -157,9 +157,11 @@ def test_a_shape_covers_what_is_smaller_in_any_extent(name):
     assert not shape.covers(replace(shape, **{name: 9}))
 
 
-def test_steps_take_no_memory():
-    assert Shape(8, 8, steps=1).covers(Shape(8, 8, steps=50))
+def test_steps_take_no_memory_but_one_alone_holds_no_resident_set():
+    assert Shape(8, 8, steps=2).covers(Shape(8, 8, steps=50))
     assert Shape(8, 8).covers(Shape(8, 8, steps=50))
+    assert not Shape(8, 8, steps=1).covers(Shape(8, 8, steps=50))
+    assert Shape(8, 8, steps=50).covers(Shape(8, 8, steps=1))
 
 
 def test_guidance_takes_memory_when_it_is_on_and_the_scale_takes_none():

@@ -55,9 +55,9 @@ def swept():
         assert stage.warmup.discover() is None
         begin_use = stage.placements["transformer"].begin_use
 
-        def begin(*, holds_resident_set, passes):
+        def begin(*args, passes, **options):
             begun.append(passes)
-            begin_use(holds_resident_set=holds_resident_set, passes=passes)
+            begin_use(*args, passes=passes, **options)
 
         stage.placements["transformer"].begin_use = begin
         sweep = stage.warmup.sweep()
