@@ -13,7 +13,7 @@ plan: $(VENV)/.ready
 	  --layerwise-resident-layers text_encoder=0.65 --explore 1
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .cards import cards
+from .explain import explain
 from .faults import EXIT_CODES
 from .plan import plan
 from .show import show
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command(epilog=EXIT_CODES)(plan)
 app.command(epilog=EXIT_CODES)(show)
+app.command(epilog=EXIT_CODES)(explain)
 app.command(epilog=EXIT_CODES)(cards)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..offload.errors import InputError
-from .assignments import parse_assignments, parse_layer_counts
+from .assignments import parse_assignments, parse_layer_counts, parse_shares
 from .destination import Destination
 from .faults import DOES_NOT_FIT, TracebackOption, reported, say_error
+from .selection import select_cards
 from .sizes import parse_size
 
 if TYPE_CHECKING:
-    from ..offload.cards import Card
     from ..planner.report import Report
     from ..planner.request import PlanRequest
 
@@ -64,6 +63,31 @@ def plan(
             metavar="NAME=N,…",
             help="Resident layers of a layerwise component or group: a count of each layer group, "
             "a fraction below 1, rounded in each layer group, or all; repeatable.",
+        ),
+    ] = None,
+    size: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE",
+            help="declared: sets as they are declared, whole or not at all; auto: as many layers "
+            "as are best, where no resident layers are declared.",
+        ),
+    ] = "declared",
+    exposure: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exposure",
+            metavar="PHASE=SHARE,…",
+            help="Share of a phase's copy time that compute doesn't hide, 0 to 1, as denoise=0.1; "
+            "default 1; repeatable.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for pinned weights; what it has no room for is pageable. "
+            "Without: all are pinned, and not counted.",
         ),
     ] = None,
     context: Annotated[
@@ -119,7 +143,7 @@ def plan(
 
         request = PlanRequest(
             pipeline=pipeline,
-            cards=_cards(card or [], capacity),
+            cards=select_cards(card or [], capacity),
             shapes=tuple(Shape.parse(text) for text in shape or []),
             component_residency=parse_assignments(_RESIDENCY, component_residency or []),
             resident_layers=parse_layer_counts(_LAYERS, resident_layers or []),
@@ -127,6 +151,9 @@ def plan(
             others_bytes=parse_size("--others", others),
             margin_bytes=MARGIN_BYTES if margin is None else parse_size("--margin", margin),
             explore=explore,
+            size=_sizing(size),
+            exposures=parse_shares("--exposure", exposure or []),
+            host_bytes=None if host_memory is None else parse_size("--host-memory", host_memory),
             prefetch=prefetch,
             expandable_segments=expandable_segments,
             tiny=tiny,
@@ -146,32 +173,15 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _cards(names: list[str], capacity: str | None) -> tuple[Card, ...]:
-    from ..offload.cards import custom_card, find_card
-
-    found = [find_card(name) for name in names]
-    for i, card in enumerate(found):
-        if card in found[:i]:
-            raise InputError(f"{card.name} is named twice", hint="name each --card once")
-    if capacity is None:
-        if not found:
+def _sizing(mode: str) -> Literal["declared", "auto"]:
+    match mode:
+        case "declared" | "auto":
+            return mode
+        case _:
             raise InputError(
-                "no card is named",
-                hint="--card 'RTX 4090' or --capacity 22GiB; residency cards lists the cards",
+                f"--size is {mode!r}, neither declared nor auto",
+                hint="--size auto sizes the sets that no --layerwise-resident-layers declares",
             )
-        return tuple(found)
-    size = parse_size("--capacity", capacity)
-    custom = custom_card(size)
-    if not found:
-        return (custom,)
-    if len(found) > 1:
-        raise InputError(
-            f"--capacity is one card's, and {len(found)} cards are named",
-            hint="name one --card with --capacity, or leave --capacity out",
-        )
-    (card,) = found
-    sources = replace(card.sources, total=custom.sources.total, total_is_estimate=False)
-    return (replace(card, total_bytes=size, sources=sources),)
 
 
 def _check(request: PlanRequest) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
-from .host import HostBudget
+from .host import HostBudget, pinned_charge_bytes
 
 ALIGNMENT = 512
 """Bytes that regions in one buffer are aligned to: the granularity of CUDA's caching allocator."""
@@ -120,6 +120,7 @@ class Weights:
         self.regions = tuple(regions)
         self.nbytes = sum(region.nbytes for region in self.regions)
         self.buffer_bytes = sum(aligned(region.nbytes) for region in self.regions)
+        self.pinned_charge_bytes = sum(pinned_charge_bytes(each.nbytes) for each in self.regions)
 
     def onload(self, copies: CopyStream) -> Event:
         """Copy each region into device memory of its own. All or nothing.

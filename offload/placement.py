@@ -94,6 +94,11 @@ class Placement(ABC):
         """What loading the weights of no layer copies."""
         return 0
 
+    @property
+    def pinned_charge_bytes(self) -> int:
+        """What pinning the masters of what is copied between uses takes of host memory."""
+        return 0
+
     def pass_bytes(self, held: frozenset[int]) -> int:
         """Bytes that one pass copies, of the layers that were seen to run and aren't held."""
         return 0
@@ -128,6 +133,10 @@ class _Whole(Placement):
     def _offload(self) -> None:
         self._weights.offload()
         self._loaded = False
+
+    @property
+    def pinned_charge_bytes(self) -> int:
+        return self._weights.pinned_charge_bytes
 
     @property
     def weight_bytes(self) -> int:

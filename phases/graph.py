@@ -84,6 +84,11 @@ class PhaseGraph:
         uses = self.uses_in(use.phase)
         uses[use.component] = replace(uses[use.component], retain_resident_layers=retain)
 
+    def assign(self, use: ComponentUse) -> None:
+        """Set `retain_resident_layers` and the two sets as `use` has them; passes stay."""
+        uses = self.uses_in(use.phase)
+        uses[use.component] = replace(use, passes=uses[use.component].passes)
+
     def is_retained(self, use: ComponentUse) -> bool:
         return self.uses_in(use.phase)[use.component].retain_resident_layers
 

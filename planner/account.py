@@ -8,7 +8,10 @@ from ..offload.cards import Card
 from ..phases.headroom import Headroom
 from ..phases.use import ComponentUse
 from ..phases.warmup import Failure
-from .candidates import Candidate, Option
+from .candidate import Candidate
+from .explain import binding_place, everything, explain
+from .instance import Place, copied_bytes
+from .measured import Measured
 from .plan import (
     Attempt,
     BytesPerRequest,
@@ -17,16 +20,13 @@ from .plan import (
     PhasePlan,
     Plan,
     Reason,
+    SetPlan,
     ShapePlan,
     Status,
     UsePlan,
-    Verdict,
 )
+from .pricing import Pricing
 from .settle import Settings, Settlement, Try
-
-COPY_EFFICIENCY = 0.8
-"""Of the bus's raw rate, what copies from pinned memory usually reach. Not measured here."""
-
 
 # A reason, and where it applies: bytes short, phase, shape.
 _Stop = tuple[Reason, int | None, str | None, str | None]
@@ -43,7 +43,6 @@ def account(
     """
     installation = settlement.installation
     reading = installation.device.read()
-    rate = card.pcie_bytes_per_s * COPY_EFFICIENCY
     return Plan(
         card=card.name,
         capacity_bytes=reading.total_bytes,
@@ -52,17 +51,16 @@ def account(
         margin_bytes=settings.margin_bytes,
         status=_status(settlement),
         components=tuple(_components(settlement)),
-        shapes=tuple(_shapes(settlement, settings)),
-        uses=tuple(_uses(settlement, rate)),
+        shapes=tuple(_shapes(settlement)),
+        uses=tuple(_uses(settlement, settings.pricing)),
         phases=tuple(_phases(settlement, settlement.headrooms or needs)),
-        attempts=tuple(_attempt(each) for each in settlement.tries),
+        attempts=tuple(_attempt(settlement, each) for each in settlement.tries),
         infeasible=_infeasible(settlement, needs),
         h2d_bytes_per_request=_bytes_per_request(settlement),
-        copy_bytes_per_s=rate,
-        copy_rate_source=(
-            f"assumed: {COPY_EFFICIENCY:.0%} of PCIe {card.pcie_generation}.0 x{card.pcie_lanes}, "
-            "no copy hidden behind compute"
-        ),
+        copy_bytes_per_s=settings.pricing.bytes_per_s,
+        copy_rate_source=settings.pricing.source,
+        sizing="auto" if settings.sized else "declared",
+        explanation=explain(settlement, card),
         device="simulated",
     )
 
@@ -86,7 +84,7 @@ def _components(settlement: Settlement) -> Iterator[ComponentPlan]:
         )
 
 
-def _shapes(settlement: Settlement, settings: Settings) -> Iterator[ShapePlan]:
+def _shapes(settlement: Settlement) -> Iterator[ShapePlan]:
     if settlement.baseline is None:
         for shape in settlement.installation.warmup.shapes:
             yield ShapePlan(asked=str(shape), run=None)
@@ -95,92 +93,140 @@ def _shapes(settlement: Settlement, settings: Settings) -> Iterator[ShapePlan]:
         yield ShapePlan(asked=str(run.asked), run=run.run.size)
 
 
-def _uses(settlement: Settlement, rate: float) -> Iterator[UsePlan]:
-    if settlement.failure is not None:
+def _uses(settlement: Settlement, pricing: Pricing) -> Iterator[UsePlan]:
+    measured = settlement.measured
+    if measured is None:
         return
-    installation = settlement.installation
-    options = {option.use: option for option in settlement.options}
-    for use, option in _with_options(installation.graph.uses, options):
-        placement = installation.placements[use.component]
-        reason, shortfall, phase, shape = _reason(settlement, option)
-        saved = 0 if option is None else option.saved_bytes
-        yield UsePlan(
-            phase=use.phase,
-            component=use.component,
-            retain_resident_layers=use.retain_resident_layers,
-            resident_layers=placement.resident_layers,
-            total_layers=placement.total_layers,
-            retained_bytes=placement.retained_bytes,
-            saved_h2d_bytes=saved,
-            saved_s=saved / rate,
-            reason=reason,
-            shortfall_bytes=shortfall,
-            limiting_phase=phase,
-            limiting_shape=shape,
-        )
+    streamed = {
+        (use.phase, use.component): (number, u)
+        for number, part in enumerate(measured.parts)
+        for u, use in enumerate(part.uses)
+    }
+    for use in settlement.installation.graph.uses:
+        at = streamed.get((use.phase, use.component))
+        if at is None:
+            yield _resident_use(settlement, use)
+        else:
+            yield _streamed_use(settlement, measured, pricing, use, *at)
 
 
-def _with_options(
-    uses: Iterator[ComponentUse], options: dict[ComponentUse, Option]
-) -> Iterator[tuple[ComponentUse, Option | None]]:
-    by_place = {(use.phase, use.component): option for use, option in options.items()}
-    for use in uses:
-        yield use, by_place.get((use.phase, use.component))
+def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
+    placement = settlement.installation.placements[use.component]
+    return UsePlan(
+        phase=use.phase,
+        component=use.component,
+        retain_resident_layers=False,
+        resident_layers=placement.resident_layers,
+        retained_layers=0,
+        total_layers=placement.total_layers,
+        retained_bytes=0,
+        saved_h2d_bytes=0,
+        saved_s=0.0,
+        reason=Reason.RESIDENT,
+        shortfall_bytes=None,
+        limiting_phase=None,
+        limiting_shape=None,
+    )
 
 
-def _reason(settlement: Settlement, option: Option | None) -> _Stop:
-    if option is None:
-        return Reason.RESIDENT, *_NOWHERE
-    committed, limits = settlement.committed, settlement.limits
-    assert limits is not None
-    if committed is not None and option in committed.options:
-        return Reason.RETAINED, *_NOWHERE
-    if not option.saved_bytes:
+def _streamed_use(
+    settlement: Settlement,
+    measured: Measured,
+    pricing: Pricing,
+    use: ComponentUse,
+    number: int,
+    u: int,
+) -> UsePlan:
+    choice = measured.baseline if settlement.committed is None else settlement.committed.choice
+    part, numbers, chosen = measured.parts[number], measured.instance.parts[number], choice[number]
+    told = chosen if chosen.retains[u] else everything(measured)[number]
+    saved = sum(
+        copied_bytes(numbers, measured.baseline[number], each) - copied_bytes(numbers, told, each)
+        for each in range(len(part.uses))
+    )
+    reason, shortfall, phase, shape = _reason(settlement, measured, use, number, u)
+    return UsePlan(
+        phase=use.phase,
+        component=use.component,
+        retain_resident_layers=use.retain_resident_layers,
+        resident_layers=len(part.resident(chosen, u))
+        if part.sized
+        else part.placement.resident_layers,
+        retained_layers=len(part.retained(chosen, u)) if chosen.retains[u] else 0,
+        total_layers=part.placement.total_layers,
+        retained_bytes=numbers.non_layer_bytes
+        + sum(c.layer_bytes * n for c, n in zip(part.classes, told.retained[u], strict=True)),
+        saved_h2d_bytes=saved,
+        saved_s=saved / pricing.bytes_per_s * pricing.exposure(use.phase),
+        reason=reason,
+        shortfall_bytes=shortfall,
+        limiting_phase=phase,
+        limiting_shape=shape,
+    )
+
+
+def _reason(
+    settlement: Settlement, measured: Measured, use: ComponentUse, number: int, u: int
+) -> _Stop:
+    choice = measured.baseline if settlement.committed is None else settlement.committed.choice
+    whole = everything(measured)[number]
+    if choice[number].retains[u]:
+        all_of_it = choice[number].retained[u] == whole.retained[u]
+        return Reason.RETAINED if all_of_it else Reason.PARTLY_RETAINED, *_NOWHERE
+    alone = (*choice[:number], whole, *choice[number + 1 :])
+    instance = measured.instance
+    if instance.seconds(alone) >= instance.seconds(choice):
         return Reason.NOTHING_SAVED, *_NOWHERE
-    alone = Candidate((option,))
     for each in settlement.tries:
-        if each.candidate == alone and each.judgement.verdict is not Verdict.ACCEPTED:
+        tried = next(t for t in each.candidate.uses if t.phase == use.phase)
+        if (
+            each.rolled_back
+            and tried.retain_resident_layers
+            and use.component in (each.candidate.components)
+        ):
             at = each.judgement
             return Reason.REFUTED, each.shortfall_bytes, at.phase, at.shape
-    shortage = limits.shortage(alone)
+    shortage = Candidate(alone, ()).shortage(instance)
     if shortage is not None:
-        phase, shape = shortage.place
-        return Reason.NO_HEADROOM, shortage.short_bytes, phase, str(shape)
-    if limits.is_refuted(alone):
-        return Reason.REFUTED, *_NOWHERE
+        room = instance.places[shortage.place]
+        return Reason.NO_HEADROOM, shortage.short_bytes, room.phase, room.shape
     return Reason.OUTBID, *_NOWHERE
 
 
 def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:
-    binding = _binding(settlement, headrooms)
-    committed = settlement.committed
-    for headroom in headrooms:
-        place = (headroom.phase, headroom.shape)
+    measured = settlement.measured
+    binding = None if measured is None else binding_place(measured, measured.instance)
+    if measured is None:
+        binding = min(
+            range(len(headrooms)), key=lambda p: headrooms[p].headroom_bytes, default=None
+        )
+    for place, headroom in enumerate(headrooms):
         yield PhasePlan(
             name=headroom.phase,
             shape=str(headroom.shape),
             peak_bytes=headroom.peak_bytes,
             headroom_bytes=headroom.headroom_bytes,
-            retained_bytes=0 if committed is None else committed.demand_bytes(place),
-            binding=headroom is binding,
+            retained_bytes=_added(settlement, place),
+            binding=place == binding,
         )
 
 
-def _binding(settlement: Settlement, headrooms: Sequence[Headroom]) -> Headroom | None:
-    """Where all options together would lack the most, or have the least left over."""
-    everything = Candidate(settlement.options)
+def _added(settlement: Settlement, place: Place) -> int:
+    """Device bytes that the plan has in a place beyond the baseline's."""
+    measured, committed = settlement.measured, settlement.committed
+    if measured is None or committed is None:
+        return 0
+    instance = measured.instance
+    before = instance.device_bytes(measured.baseline, place)
+    return instance.device_bytes(committed.choice, place) - before
 
-    def left(headroom: Headroom) -> int:
-        demand = everything.demand_bytes((headroom.phase, headroom.shape))
-        return headroom.headroom_bytes - demand
 
-    return min(headrooms, key=left, default=None)
-
-
-def _attempt(each: Try) -> Attempt:
-    shortage, judgement = each.shortage, each.judgement
+def _attempt(settlement: Settlement, each: Try) -> Attempt:
+    shortage, judgement, measured = each.shortage, each.judgement, settlement.measured
+    assert measured is not None
     return Attempt(
         retained=each.candidate.components,
+        sets=tuple(_sets(measured, each.candidate)),
         beyond_model=shortage is not None,
         predicted_shortfall_bytes=0 if shortage is None else shortage.short_bytes,
         verdict=judgement.verdict,
@@ -190,6 +236,17 @@ def _attempt(each: Try) -> Attempt:
         detail=judgement.detail,
         rolled_back=each.rolled_back,
     )
+
+
+def _sets(measured: Measured, candidate: Candidate) -> Iterator[SetPlan]:
+    for part, chosen in zip(measured.parts, candidate.choice, strict=True):
+        for u, use in enumerate(part.uses):
+            yield SetPlan(
+                component=part.component,
+                phase=use.phase,
+                resident_layers=len(part.resident(chosen, u)),
+                retained_layers=len(part.retained(chosen, u)) if chosen.retains[u] else 0,
+            )
 
 
 def _infeasible(settlement: Settlement, needs: Sequence[Headroom]) -> Infeasible | None:

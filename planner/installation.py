@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..offload.device import Device
 from ..offload.errors import OffloadError
@@ -16,7 +16,6 @@ from ..phases.graph import PhaseGraph
 from ..phases.shape import Shape
 from ..phases.use import ComponentUse
 from ..phases.warmup import Warmup
-from .candidates import Option, Place
 from .transaction import Bind, Conduct, Onload, Operation, Transaction
 
 
@@ -37,6 +36,7 @@ class Installation:
         prefetch: int = 1,
     ) -> None:
         _check_sharing(pipeline)
+        self.prefetch = prefetch
         self.pipeline = pipeline
         self.device = device
         self.declarations = declarations
@@ -60,33 +60,6 @@ class Installation:
         operations.append(Conduct(self.conductor))
         return Transaction(self.pipeline, self.device, operations)
 
-    def options(self) -> Iterator[Option]:
-        """One for each use of a component that leaves the device between its uses."""
-        for use in self.graph.uses:
-            placement = self.placements[use.component]
-            if placement.retained_bytes:
-                yield self._option(use, placement)
-
-    def _option(self, use: ComponentUse, placement: Placement) -> Option:
-        gap = self.graph.gap(use)
-        demands: dict[Place, int] = {}
-        for shape in self.warmup.shapes:
-            passes = self.warmup.passes(shape)
-            for phase in gap.phases:
-                demands[phase, shape] = placement.retained_bytes
-            # At both ends of the gap the set is in use, and only what the baseline doesn't hold
-            # there anyway comes on top of it.
-            for end in {use.phase, gap.next_use.phase}:
-                held = passes[end, use.component] > 1
-                grown = placement.use_bytes(holds_resident_set=True)
-                demands[end, shape] = grown - placement.use_bytes(holds_resident_set=held)
-        return Option(
-            use,
-            placement.retained_bytes,
-            placement.saved_bytes(passes=gap.next_use.passes),
-            demands,
-        )
-
     def _held(self, use: ComponentUse, passes: int) -> frozenset[int]:
         if passes == 1 and not use.retain_resident_layers:
             return frozenset()
@@ -95,15 +68,24 @@ class Installation:
 
     def h2d_bytes(self, shape: Shape, swept_bytes: int) -> int:
         """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps."""
-        swept = self.warmup.steps(shape)
-        steps = self.pipeline.steps(shape) or swept
+        served = self.served_passes(shape)
         more = 0
         for (phase, component), passes in self.warmup.passes(shape).items():
-            if ComponentGroup.of(component) is ComponentGroup.DIT:
-                use = self.graph.uses_in(phase)[component]
-                a_pass = self.placements[component].pass_bytes(self._held(use, passes))
-                more += a_pass * (passes * steps // swept - passes)
+            use = self.graph.uses_in(phase)[component]
+            a_pass = self.placements[component].pass_bytes(self._held(use, passes))
+            more += a_pass * (served[phase, component] - passes)
         return swept_bytes + more
+
+    def served_passes(self, shape: Shape) -> dict[tuple[str, str], int]:
+        """Passes of each use in a request of all its steps, where a sweep runs fewer."""
+        swept = self.warmup.steps(shape)
+        steps = self.pipeline.steps(shape) or swept
+        return {
+            (phase, component): passes * steps // swept
+            if ComponentGroup.of(component) is ComponentGroup.DIT
+            else passes
+            for (phase, component), passes in self.warmup.passes(shape).items()
+        }
 
 
 def _check_sharing(pipeline: DiffusersPipeline) -> None:

@@ -10,14 +10,23 @@ a choice is a count for each class and not a set of layers:
 The device bytes of a component in one place (a phase at a shape) are then
 
     used in it    non-layer + the larger of what is held and what came across the gap, each class
-                  + window: (1 + prefetch) times the largest class with a running layer not held
+                  + window: 1 + prefetch buffers, or fewer where fewer layers are streamed, of the
+                  largest streamed layer; layers that run in no use aren't streamed, those that
+                  run in another use are, as `LayerwiseOffload` sizes its buffers for both
     in a gap      what is retained across it, and the non-layer weights if anything is
+
+and the copies of a class of n layers in a use of P passes, h of them held and a arriving
+
+    running       n P - h (P - 1) - a
+    not running   what is held and didn't arrive
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..offload.errors import PhaseError
 
 Place = int
 """Index into `Instance.places`."""
@@ -54,13 +63,17 @@ class UseSpan:
     places: tuple[Place, ...]
     """Where the component is in use: its phase, at each shape."""
     passes: tuple[int, ...]
-    """In the same order."""
+    """In the same order; at least 1."""
     valued_passes: int
-    """In the request whose seconds are counted."""
+    """In the request whose seconds are counted; at least 1."""
     gap_places: tuple[Place, ...]
     """What the gap to the next use crosses."""
     exposure: float
     """The share of copy time in this use that isn't hidden behind compute: 0 to 1."""
+
+    @property
+    def most_passes(self) -> int:
+        return max((self.valued_passes, *self.passes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,8 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What the user fixed; None is open. Counts are by class, the same in all uses."""
+    """What the user fixed; None is open. Counts are by class, the same in all uses: `resident`
+    wherever a set is held, `retained` wherever a use retains."""
 
     resident: tuple[int, ...] | None = None
     retained: tuple[int, ...] | None = None
@@ -100,7 +114,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartChoice:
-    """Counts for each use and class, whether each use retains, and the mode."""
+    """Counts for each use and class, whether each use retains, and the mode. `resident` is 0 in a
+    use that holds nothing, which runs once and doesn't retain."""
 
     resident: tuple[tuple[int, ...], ...]
     retained: tuple[tuple[int, ...], ...]
@@ -146,39 +161,109 @@ class Instance:
             return False
         if any(exceeds(choice, each) for each in self.refuted):
             return False
+        if not all(map(allows, self.parts, choice)):
+            return False
         return all(
             self.device_bytes(choice, place) <= room.room_bytes
             for place, room in enumerate(self.places)
         )
 
+    def lowered(self, place: Place, room_bytes: int) -> Instance:
+        """With no more room in `place` than `room_bytes`, as a refutation there teaches."""
+        places = list(self.places)
+        room = places[place]
+        places[place] = replace(room, room_bytes=min(room.room_bytes, room_bytes))
+        return replace(self, places=tuple(places))
+
+    def shifted(self, more_bytes: int) -> Instance:
+        """With so many bytes more in every place, or fewer."""
+        places = (replace(room, room_bytes=room.room_bytes + more_bytes) for room in self.places)
+        return replace(self, places=tuple(places))
+
+
+def joined(ranks: Sequence[Instance]) -> Instance:
+    """One choice for all ranks: in each place the least room of a rank, the least host budget, and
+    what any rank has refuted. Parts and seconds are those of the first.
+
+    Raises PhaseError if ranks differ in places or in what they place.
+    """
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        if [(room.phase, room.shape) for room in rank.places] != [
+            (room.phase, room.shape) for room in first.places
+        ] or [_sizes(part) for part in rank.parts] != [_sizes(part) for part in first.parts]:
+            raise PhaseError(
+                f"rank {number} of {len(ranks)} has other phases or components than rank 0",
+                hint="plan all ranks with one pipeline, one envelope and the same declarations",
+            )
+    budgets = [rank.host_budget_bytes for rank in ranks if rank.host_budget_bytes is not None]
+    return replace(
+        first,
+        places=tuple(
+            min(rooms, key=lambda room: room.room_bytes)
+            for rooms in zip(*(rank.places for rank in ranks), strict=True)
+        ),
+        host_budget_bytes=min(budgets, default=None),
+        refuted=tuple(dict.fromkeys(choice for rank in ranks for choice in rank.refuted)),
+    )
+
+
+def _sizes(part: Part) -> tuple[object, ...]:
+    uses = [replace(use, exposure=0.0) for use in part.uses]
+    modes = [(mode.prefetch, mode.pinned, mode.host_bytes) for mode in part.modes]
+    return part.component, part.non_layer_bytes, part.classes, uses, modes
+
 
 def nothing_retained(part: Part, mode: Mode) -> PartChoice:
-    """Everything streamed: the least that the part can take on the device."""
-    none = tuple((0,) * len(part.classes) for _ in part.uses)
-    return PartChoice(none, none, (False,) * len(part.uses), mode)
+    """Everything streamed but what the pins hold.
+
+    Not always the least on the device: to hold the one layer that is far larger than the others
+    can take less than a window for it.
+    """
+    none = (0,) * len(part.classes)
+    pins = part.pins
+    retains = bool(pins.retains)
+    kept = pins.retained or none if retains else none
+    held = [
+        pins.resident or kept if retains or span.most_passes > 1 else none for span in part.uses
+    ]
+    uses = len(part.uses)
+    return PartChoice(tuple(held), (kept,) * uses, (retains,) * uses, mode)
 
 
 def allows(part: Part, chosen: PartChoice) -> bool:
     """Whether `chosen` is a choice for `part` at all, and keeps to its pins."""
     pins = part.pins
-    for use in range(len(part.uses)):
+    if not len(part.uses) == len(chosen.resident) == len(chosen.retained) == len(chosen.retains):
+        return False
+    for use, span in enumerate(part.uses):
+        retains = chosen.retains[use]
+        if not len(part.classes) == len(chosen.resident[use]) == len(chosen.retained[use]):
+            return False
+        if pins.retains is not None and retains != pins.retains:
+            return False
+        holds = span.most_passes > 1 or retains
         for c, layers in enumerate(part.classes):
             held, kept = chosen.resident[use][c], chosen.retained[use][c]
-            if not 0 <= kept <= held <= layers.count or (kept and not chosen.retains[use]):
+            if not 0 <= kept <= held <= layers.count:
                 return False
-            if pins.resident is not None and held != pins.resident[c]:
+            if (kept and not retains) or (held and not holds):
                 return False
-            if pins.retained is not None and chosen.retains[use] and kept != pins.retained[c]:
+            if pins.resident is not None and holds and held != pins.resident[c]:
                 return False
-        if pins.retains is not None and chosen.retains[use] != pins.retains:
-            return False
+            if pins.retained is not None and retains and kept != pins.retained[c]:
+                return False
     return chosen.mode in part.modes and pins.mode in (None, chosen.mode)
 
 
 def exceeds(choice: Choice, other: Choice) -> bool:
-    """Whether `choice` retains at least as much as `other` of each class across each gap, and
-    holds as much in each use."""
+    """Whether `choice` retains at least as much as `other` of each class across each gap, holds as
+    much in each use, prefetches as deep and pins as much."""
     for mine, theirs in zip(choice, other, strict=True):
+        if mine.mode.prefetch < theirs.mode.prefetch:
+            return False
+        if mine.mode.host_bytes < theirs.mode.host_bytes:
+            return False
         for table in ("resident", "retained"):
             for here, there in zip(getattr(mine, table), getattr(theirs, table), strict=True):
                 if any(a < b for a, b in zip(here, there, strict=True)):
@@ -204,13 +289,17 @@ def _in_use(part: Part, chosen: PartChoice, use: int, passes: int) -> int:
     held = held_in_use(chosen, use, passes)
     arrived = chosen.retained[use - 1]
     both = tuple(max(a, b) for a, b in zip(held, arrived, strict=True))
+    return _count_bytes(part, both) + window_bytes(part, held, chosen.mode)
+
+
+def window_bytes(part: Part, held: Sequence[int], mode: Mode) -> int:
     streamed = [
-        layers.layer_bytes
+        (layers.layer_bytes, layers.count - count)
         for layers, count in zip(part.classes, held, strict=True)
-        if layers.runs[use] and count < layers.count
+        if any(layers.runs) and count < layers.count
     ]
-    window = (1 + chosen.mode.prefetch) * max(streamed, default=0)
-    return _count_bytes(part, both) + window
+    buffers = min(1 + mode.prefetch, sum(count for _, count in streamed))
+    return buffers * max((layer_bytes for layer_bytes, _ in streamed), default=0)
 
 
 def held_in_use(chosen: PartChoice, use: int, passes: int) -> tuple[int, ...]:
@@ -229,7 +318,7 @@ def _count_bytes(part: Part, counts: Sequence[int]) -> int:
 def _held(part: Part, chosen: PartChoice) -> int:
     total = 0
     for use, span in enumerate(part.uses):
-        held = held_in_use(chosen, use, max(span.passes))
+        held = held_in_use(chosen, use, span.most_passes)
         total += _count_bytes(part, held) + _count_bytes(part, chosen.retained[use])
         total += part.non_layer_bytes * chosen.retains[use]
     return total

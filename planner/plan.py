@@ -6,14 +6,10 @@ The field names are an interface: `residency plan --json` prints them, and other
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-
-class Value(BaseModel):
-    """A frozen value that takes no unknown field and documents each with the text under it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+from .explanation import Explanation
+from .value import Value
 
 
 class Status(StrEnum):
@@ -52,6 +48,8 @@ class Reason(StrEnum):
     """A later phase has too little headroom for it."""
     REFUTED = "refuted"
     """It was tried, and validation refuted it."""
+    PARTLY_RETAINED = "partly_retained"
+    """As many layers as fit, or as are worth their bytes."""
     OUTBID = "outbid"
     """It fits alone, and what is retained instead saves more."""
     BASELINE_FAILED = "baseline_failed"
@@ -63,10 +61,13 @@ class UsePlan(Value):
     component: str
     retain_resident_layers: bool
     resident_layers: int
-    """Layers of the resident set that was declared."""
+    """Layers of the resident set, as it was declared or sized."""
+    retained_layers: int
+    """Of which held across the gap."""
     total_layers: int
     retained_bytes: int
-    """Device bytes across the gap if this use retains; what it would take if it doesn't."""
+    """Device bytes across the gap if this use retains; what it would take if it doesn't: the set
+    that was declared, or all layers where it was to be sized."""
     saved_h2d_bytes: int
     """Bytes a request that retaining this use saves."""
     saved_s: float
@@ -109,9 +110,21 @@ class ComponentPlan(Value):
     """Of which in no layer."""
 
 
+class SetPlan(Value):
+    """How much of a component a candidate holds."""
+
+    component: str
+    phase: str
+    resident_layers: int
+    """During the use."""
+    retained_layers: int
+    """Across the gap behind it."""
+
+
 class Attempt(Value):
     retained: tuple[str, ...]
     """Component names."""
+    sets: tuple[SetPlan, ...]
     beyond_model: bool
     """The model said that it wouldn't fit, and it was tried all the same."""
     predicted_shortfall_bytes: int
@@ -162,5 +175,9 @@ class Plan(Value):
     copy_bytes_per_s: float
     copy_rate_source: str
     """Where the rate comes from, and what is assumed."""
+    sizing: Literal["declared", "auto"]
+    """Whether sets were declared by the user or sized by the planner."""
+    explanation: Explanation | None
+    """None where nothing was chosen, since the baseline doesn't run and wasn't measured."""
     device: str
     """What the plan was validated on: `simulated`, or the driver's name of the card."""

@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ..offload.errors import PlanFileError
-from .plan import Plan, Value
+from .plan import Plan
+from .value import Value
 
 FORMAT_VERSION: Literal[1] = 1
 

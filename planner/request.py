@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..offload.cards import Card
 from ..phases.shape import Shape
@@ -34,6 +35,12 @@ class PlanRequest:
     margin_bytes: int = MARGIN_BYTES
     explore: int = 0
     """Also try the N best candidates that the model says don't fit."""
+    size: Literal["declared", "auto"] = "declared"
+    """auto: the planner sizes the sets of layerwise components that declare no resident layers."""
+    exposures: Mapping[str, float] = field(default_factory=dict)
+    """Phase → the share of copy time that isn't hidden behind compute, 0 to 1; 1 if not said."""
+    host_bytes: int | None = None
+    """For pinned host masters; None: all are pinned, and not counted."""
     prefetch: int = 1
     expandable_segments: bool = False
     """Simulate the allocator's expandable segments, which lose less to fragmentation."""

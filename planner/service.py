@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
 from ..offload.cards import Card
 from ..offload.errors import InputError
 from ..offload.simulated.card import CONTEXT_BYTES, AllocatorKind, SimulatedCard
-from ..phases.declaration import declare
+from ..phases.component import resolve
+from ..phases.declaration import Declaration, ResidencyMode, declare
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.family import Family, find_family
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from .account import account
 from .plan import Plan
+from .pricing import Pricing
 from .report import Report
 from .request import Listener, PlanRequest, Progress
 from .settle import Settings, settle
@@ -56,7 +59,13 @@ def _plan_card(
         pipeline.components, request.component_residency, request.resident_layers
     )
     settings = Settings(
-        shapes, declarations, request.margin_bytes, request.explore, request.prefetch
+        shapes,
+        declarations,
+        request.margin_bytes,
+        Pricing.assumed(card, request.exposures, request.host_bytes),
+        sized=_sized(request, declarations, pipeline),
+        explore=request.explore,
+        prefetch=request.prefetch,
     )
     with device:
         settlement = settle(pipeline, device, settings, listen=tell)
@@ -71,6 +80,21 @@ def _plan_card(
     del settlement
     gc.collect()
     return made
+
+
+def _sized(
+    request: PlanRequest, declarations: Mapping[str, Declaration], pipeline: DiffusersPipeline
+) -> frozenset[str]:
+    """Layerwise components whose resident layers the user left to the planner."""
+    if request.size == "declared":
+        return frozenset()
+    pinned = resolve(request.resident_layers, [each.name for each in pipeline.components])
+    layerwise = (
+        name
+        for name, declared in declarations.items()
+        if declared.mode is ResidencyMode.LAYERWISE_OFFLOAD
+    )
+    return frozenset(layerwise) - pinned.keys()
 
 
 def _device(request: PlanRequest, card: Card) -> SimulatedCard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,14 +13,21 @@ from ..phases.diffusers import DiffusersPipeline
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from ..phases.warmup import Failure, Sweep
-from .candidates import Candidate, Limits, Option, Shortage, candidates
+from .candidate import Candidate, Shortage
+from .choice import Chosen, choose
 from .installation import Installation
+from .instance import Instance
+from .measured import Measured
 from .plan import Verdict
-from .transaction import Retain, Transaction
+from .pricing import Pricing
+from .transaction import Assign, Transaction
+from .unfit import Unfit
 from .validation import Judgement, judge
 
 LOAD = "load"
 """Where a failure is said to be that came before any phase: resident weights didn't fit."""
+
+_UNLIMITED_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,14 @@ class Settings:
     """The envelope."""
     declarations: Mapping[str, Declaration]
     margin_bytes: int
+    pricing: Pricing
+    sized: frozenset[str] = frozenset()
+    """Components whose resident and retained sets the planner sizes; of others they are as
+    declared, and it decides whether they are retained."""
     explore: int = 0
     """Also try so many of the best candidates that the model says don't fit."""
+    attempts: int = 8
+    """Candidates that are tried at most, the explored ones aside."""
     prefetch: int = 1
     measure_only: bool = False
     """End with the headroom of the baseline."""
@@ -65,8 +78,11 @@ class Settlement:
     """With what was committed applied; the baseline's where nothing was."""
     headrooms: tuple[Headroom, ...] = ()
     """Of each phase at each shape; empty where the baseline doesn't run."""
-    options: tuple[Option, ...] = ()
-    limits: Limits | None = None
+    measured: Measured | None = None
+    instance: Instance | None = None
+    """What is left to choose from, after all refutations."""
+    chosen: Chosen | None = None
+    """The last choice: what was committed, or the baseline."""
     tries: list[Try] = field(default_factory=list)
     committed: Candidate | None = None
 
@@ -119,17 +135,17 @@ def _place(transaction: Transaction) -> Failure | None:
 def _measure(
     settlement: Settlement, settings: Settings, listen: Callable[[str], None]
 ) -> Failure | None:
-    warmup = settlement.installation.warmup
+    installation = settlement.installation
     listen("finding the phases")
-    failure = warmup.discover()
+    failure = installation.warmup.discover()
     if failure is not None:
         return failure
     listen("measuring the baseline")
-    baseline = warmup.sweep()
+    baseline = installation.warmup.sweep()
     if baseline.failure is not None:
         return baseline.failure
     settlement.baseline = settlement.planned = baseline
-    reading = settlement.installation.device.read()
+    reading = installation.device.read()
     settlement.headrooms = tuple(
         Headroom(
             phase,
@@ -141,47 +157,75 @@ def _measure(
             settings.margin_bytes,
         )
         for run in baseline.runs
-        for phase in settlement.installation.graph.phases
+        for phase in installation.graph.phases
     )
-    settlement.options = tuple(settlement.installation.options())
-    settlement.limits = Limits(settlement.headrooms)
+    settlement.measured = Measured(
+        installation, baseline, settlement.headrooms, settings.pricing, settings.sized
+    )
+    settlement.instance = settlement.measured.instance
     return None
 
 
 def _propose(settlement: Settlement, settings: Settings, listen: Callable[[str], None]) -> None:
-    explored = 0
-    limits = settlement.limits
-    assert limits is not None
-    for candidate in candidates(option for option in settlement.options if option.saved_bytes):
-        if limits.is_refuted(candidate):
-            continue
-        shortage = limits.shortage(candidate)
-        if shortage is not None:
-            if explored == settings.explore:
-                continue
+    measured = settlement.measured
+    assert measured is not None
+    explored = tried = 0
+    while tried < settings.attempts:
+        assert settlement.instance is not None
+        chosen = choose(settlement.instance)
+        settlement.chosen = None if isinstance(chosen, Unfit) else chosen
+        best = measured.baseline if settlement.chosen is None else settlement.chosen.choice
+        if explored < settings.explore:
             explored += 1
-        listen(f"trying to retain {', '.join(candidate.components)}")
-        if _try(settlement, settings, candidate, shortage):
+            beyond = choose(_unlimited(settlement, measured))
+            if isinstance(beyond, Chosen) and beyond.choice != best:
+                if _try(settlement, settings, measured, beyond, listen):
+                    return
+                continue
+            explored = settings.explore  # nothing is better than what fits
+        if best == measured.baseline:
             return
+        tried += 1
+        if _try(settlement, settings, measured, settlement.chosen, listen):
+            return
+    settlement.chosen = None
+
+
+def _unlimited(settlement: Settlement, measured: Measured) -> Instance:
+    """The instance without the limits of the model, those that refutations taught aside."""
+    known = settlement.instance
+    assert known is not None
+    places = tuple(
+        now if now.room_bytes < given.room_bytes else replace(given, room_bytes=_UNLIMITED_BYTES)
+        for now, given in zip(known.places, measured.instance.places, strict=True)
+    )
+    return replace(known, places=places)
 
 
 def _try(
-    settlement: Settlement, settings: Settings, candidate: Candidate, shortage: Shortage | None
+    settlement: Settlement,
+    settings: Settings,
+    measured: Measured,
+    chosen: Chosen | None,
+    listen: Callable[[str], None],
 ) -> bool:
     """Apply, validate, and keep or undo. Whether it was kept."""
-    installation, baseline, limits = (
+    installation, baseline, instance = (
         settlement.installation,
         settlement.baseline,
-        settlement.limits,
+        settlement.instance,
     )
+    assert chosen is not None
     assert baseline is not None
-    assert limits is not None
+    assert instance is not None
+    candidate = Candidate(chosen.choice, tuple(measured.uses(chosen.choice)))
+    listen(f"trying {measured.describe(candidate.choice)}")
     transaction = Transaction(
         installation.pipeline,
         installation.device,
         [
-            Retain(installation.graph, option.use, installation.placements[option.use.component])
-            for option in candidate.options
+            Assign(installation.graph, use, installation.placements[use.component])
+            for use in candidate.uses
         ],
     )
     try:
@@ -194,17 +238,18 @@ def _try(
     accepted = judgement.verdict is Verdict.ACCEPTED
     if accepted:
         settlement.planned, settlement.committed = sweep, candidate
+        settlement.chosen = chosen
     else:
         del sweep
         transaction.rollback()
-        limits.refute(candidate, judgement.place)
+        settlement.instance = measured.refuted(instance, candidate, judgement)
     settlement.tries.append(
-        Try(candidate, shortage, judgement, _missing(limits, candidate, judgement), not accepted)
+        Try(
+            candidate,
+            candidate.shortage(measured.instance),
+            judgement,
+            measured.missing_bytes(candidate, judgement),
+            not accepted,
+        )
     )
     return accepted
-
-
-def _missing(limits: Limits, candidate: Candidate, judgement: Judgement) -> int | None:
-    if judgement.verdict is not Verdict.OOM or judgement.place is None:
-        return judgement.shortfall_bytes
-    return max(judgement.shortfall_bytes or 0, limits.missing_bytes(candidate, judgement.place))

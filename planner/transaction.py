@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..offload.device import Device
 from ..offload.errors import RollbackError
@@ -62,19 +62,23 @@ class Conduct(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Retain(Operation):
-    """Lets one use retain its resident set. Undone, what it retained is off the device."""
+class Assign(Operation):
+    """Gives one use its sets, and lets it retain or not. Undone, what it held is off the device."""
 
     graph: PhaseGraph
     use: ComponentUse
-    """As it was before."""
+    """As it is to be."""
     placement: Placement
+    before: ComponentUse = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", self.graph.uses_in(self.use.phase)[self.use.component])
 
     def apply(self) -> None:
-        self.graph.retain(self.use, True)
+        self.graph.assign(self.use)
 
     def revert(self) -> None:
-        self.graph.retain(self.use, self.use.retain_resident_layers)
+        self.graph.assign(self.before)
         self.placement.release_all()
 
 

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ..phases.shape import Shape
 from ..phases.warmup import ShapeRun, Sweep
-from .candidates import Place
 from .plan import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
     verdict: Verdict
-    place: Place | None = None
+    place: tuple[str, Shape] | None = None
+    """The phase and shape where it failed, if it was in one."""
     phase: str | None = None
     shape: str | None = None
     shortfall_bytes: int | None = None

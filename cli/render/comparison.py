@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planner.plan import Plan, Status
-from .plan import STATUS_STYLES
+from .heading import STATUS_STYLES
+from .sets import holding, retained_layers, retaining, saved_s
 from .table import add_row, make_table
 from .units import format_bytes, format_seconds
-from .words import layers, place, would_retain
+from .words import layers, place, would_hold, would_retain
 
 
 def comparison_view(plans: Sequence[Plan]) -> Table:
@@ -28,7 +29,7 @@ def comparison_view(plans: Sequence[Plan]) -> Table:
     )
     for plan in plans:
         copied = plan.h2d_bytes_per_request
-        saved_s = sum(use.saved_s for use in plan.uses if use.retain_resident_layers)
+        saved = saved_s(plan) if plan.status is Status.COMMITTED else 0
         add_row(
             table,
             plan.card,
@@ -37,7 +38,7 @@ def comparison_view(plans: Sequence[Plan]) -> Table:
             *_binding(plan),
             format_bytes(copied.baseline) if copied else "-",
             format_bytes(copied.planned) if copied else "-",
-            format_seconds(saved_s) if saved_s else "-",
+            format_seconds(saved) if saved else "-",
         )
     return table
 
@@ -46,11 +47,15 @@ def _decision(plan: Plan) -> str:
     if plan.status is Status.INFEASIBLE:
         return "does not fit"
     retained = "\n".join(
-        f"{use.component}\n({layers(use.resident_layers, use.total_layers)})"
-        for use in plan.uses
-        if use.retain_resident_layers
+        f"{use.component}\n({retained_layers(plan, use)})" for use in retaining(plan)
     )
-    return f"{would_retain(plan)} {retained or 'nothing'}"
+    held = "\n".join(
+        f"{use.component}\n({layers(use.resident_layers, use.total_layers)})"
+        for use in holding(plan)
+    )
+    told = {would_retain(plan): retained, would_hold(plan): held}
+    said = "\n".join(f"{verb} {sets}" for verb, sets in told.items() if sets)
+    return said or f"{would_retain(plan)} nothing"
 
 
 def _binding(plan: Plan) -> tuple[str, str]:

@@ -6,48 +6,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...planner.plan import Attempt, Plan, Status, Verdict
+from ...planner.plan import Attempt, Plan, UsePlan, Verdict
+from .heading import heading
+from .sets import stop_of, tried_sets
 from .table import add_row, make_table
 from .units import format_bytes, format_seconds
-from .verdict import verdict
 from .words import VERDICTS, layer_count, reason
-
-STATUS_STYLES = {
-    Status.COMMITTED: "bold green",
-    Status.BASELINE_ONLY: "bold yellow",
-    Status.INFEASIBLE: "bold red",
-}
 
 
 def plan_view(pipeline: str, plan: Plan) -> RenderableType:
-    parts: list[RenderableType] = [
-        *_header(pipeline, plan),
-        Text(),
-        Text(verdict(plan), STATUS_STYLES[plan.status]),
-    ]
+    parts: list[RenderableType] = [*heading(pipeline, plan)]
     if plan.infeasible:
         parts.append(Text(plan.infeasible.detail.strip()))
     tables = (_components(plan), _phases(plan), _uses(plan), _attempts(plan))
     parts += [part for table in tables if table.row_count for part in (Text(), table)]
     parts += _details(plan)
     return Group(*parts)
-
-
-def _header(pipeline: str, plan: Plan) -> list[Text]:
-    takers = {
-        "others": plan.others_bytes,
-        "context": plan.context_bytes,
-        "margin": plan.margin_bytes,
-    }
-    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in takers.items())
-    shapes = "; ".join(
-        f"{shape.asked} -> {shape.run or 'nothing came out'}" for shape in plan.shapes
-    )
-    return [
-        Text(f"{pipeline} on {plan.card} ({plan.device})", "bold"),
-        Text(f"capacity {format_bytes(plan.capacity_bytes)}, {sizes}"),
-        Text(f"shapes asked -> run: {shapes or '-'}"),
-    ]
 
 
 def _components(plan: Plan) -> Table:
@@ -97,11 +71,13 @@ def _phases(plan: Plan) -> Table:
 
 
 def _uses(plan: Plan) -> Table:
+    sized = plan.sizing == "auto"
     table = make_table(
         "Uses",
         "phase",
         "component",
-        ("layers", "right"),
+        *((("layers", "right"), ("run", "right"), ("held", "right")) if sized else ()),
+        ("retained" if sized else "layers", "right"),
         "retain",
         ("takes", "right"),
         ("saves a request", "right"),
@@ -113,7 +89,7 @@ def _uses(plan: Plan) -> Table:
             table,
             use.phase,
             use.component,
-            layer_count(use.resident_layers, use.total_layers),
+            *(_sized(plan, use) if sized else [layer_count(use.resident_layers, use.total_layers)]),
             Text("yes", "bold green") if use.retain_resident_layers else "no",
             format_bytes(use.retained_bytes) if use.retained_bytes else "-",
             format_bytes(use.saved_h2d_bytes) if use.saved_h2d_bytes else "-",
@@ -123,11 +99,20 @@ def _uses(plan: Plan) -> Table:
     return table
 
 
+def _sized(plan: Plan, use: UsePlan) -> list[str]:
+    if not use.total_layers:
+        return ["-"] * 4
+    stop = stop_of(plan, use)
+    running = "-" if stop is None else str(stop.running_layers)
+    return [str(use.total_layers), running, str(use.resident_layers), str(use.retained_layers)]
+
+
 def _attempts(plan: Plan) -> Table:
+    sized = plan.sizing == "auto"
     table = make_table(
         "Attempts",
         ("#", "right"),
-        "retained",
+        "retained, held/all" if sized else "retained",
         "the model said",
         "verdict",
         "phase",
@@ -140,7 +125,7 @@ def _attempts(plan: Plan) -> Table:
         add_row(
             table,
             str(number),
-            " + ".join(attempt.retained) or "nothing",
+            tried_sets(plan, attempt) if sized else " + ".join(attempt.retained) or "nothing",
             _predicted(attempt),
             Text(VERDICTS[attempt.verdict], "green" if accepted else "red"),
             attempt.phase or "-",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from rich import box
@@ -32,3 +33,13 @@ def make_table(title: str, *headings: str | tuple[str, Align]) -> Table:
 def add_row(table: Table, *cells: str | Text) -> None:
     """Strings are shown as they are, whatever brackets are in them."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def make_facts(facts: Iterable[tuple[str, str]]) -> Table:
+    """A line a fact, with its label before it."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    for fact in facts:
+        add_row(table, *fact)
+    return table

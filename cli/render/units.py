@@ -16,10 +16,12 @@ def format_exact(size: int) -> str:
     return f"{format_bytes(size)} ({size:,} bytes)"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float, *, signed: bool = False) -> str:
+    """`1.50 s`, `31 ms`; `signed` puts a plus before what is above 0."""
+    sign = "+" if signed and seconds > 0 else ""
     if 0 < abs(seconds) < 0.1:
-        return f"{seconds * 1000:.2g} ms"
-    return f"{seconds:.2f} s"
+        return f"{sign}{seconds * 1000:.2g} ms"
+    return f"{sign}{seconds:.2f} s"
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from typing import assert_never
 
 from ...planner.plan import Attempt, Infeasible, Plan, Reason, Status, UsePlan, Verdict
+from .sets import fixed, holding, retained_layers, retaining, saved_s, tried_sets
 from .units import format_bytes, format_exact, format_rate, format_seconds
-from .words import VERDICTS, layers, place, short_by, would_retain
+from .words import VERDICTS, layer_count, place, short_by, would_hold, would_retain
 
 
 def verdict(plan: Plan) -> str:
     match plan.status:
         case Status.COMMITTED:
-            return f"{would_retain(plan).capitalize()} {_gains(plan)}"
+            return f"{_capitalised(_sets(plan))}; {_gains(plan)}"
         case Status.BASELINE_ONLY:
-            return f"{would_retain(plan).capitalize()} nothing: {_obstacles(plan)}"
+            return f"{_capitalised(would_retain(plan))} nothing: {_obstacles(plan)}"
         case Status.INFEASIBLE:
             return f"Does not fit: {shortage(plan.infeasible)}"
         case _:
             assert_never(plan.status)
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def shortage(found: Infeasible | None) -> str:
@@ -36,14 +41,21 @@ def shortage(found: Infeasible | None) -> str:
     return f"{where} {by} with nothing retained"
 
 
-def _gains(plan: Plan) -> str:
-    retained = [use for use in plan.uses if use.retain_resident_layers]
-    sets = "; ".join(
-        f"{use.component}: {layers(use.resident_layers, use.total_layers)}, "
+def _sets(plan: Plan) -> str:
+    retained = "; ".join(
+        f"{use.component}: {retained_layers(plan, use)}, "
         f"{format_bytes(use.retained_bytes)} across the gap"
-        for use in retained
+        for use in retaining(plan)
     )
-    seconds = format_seconds(sum(use.saved_s for use in retained))
+    held = " and ".join(
+        f"{layer_count(use.resident_layers, use.total_layers)} {use.component} layers"
+        for use in holding(plan)
+    )
+    told = {would_retain(plan): retained, would_hold(plan): held and f"{held} across the steps"}
+    return "; ".join(f"{verb} {sets}" for verb, sets in told.items() if sets)
+
+
+def _gains(plan: Plan) -> str:
     rate = f"{format_rate(plan.copy_bytes_per_s)}; {plan.copy_rate_source}"
     copied = plan.h2d_bytes_per_request
     change = (
@@ -51,12 +63,13 @@ def _gains(plan: Plan) -> str:
         if copied
         else ""
     )
-    return f"{sets}; {change}about {seconds} saved (at {rate})"
+    return f"{change}about {format_seconds(saved_s(plan))} saved (at {rate})"
 
 
 def _obstacles(plan: Plan) -> str:
     told = [_obstacle(plan, use) for use in plan.uses]
-    obstacles = [text for text in told if text]
+    # One attempt may have refuted several uses.
+    obstacles = [text for text in dict.fromkeys(told) if text]
     if not obstacles:
         stays = all(use.reason is Reason.RESIDENT for use in plan.uses)
         obstacles = ["every component stays on the card" if stays else "it would save no copy"]
@@ -81,14 +94,17 @@ def _lack(plan: Plan, use: UsePlan) -> str:
         return f"{use.component} needs {format_bytes(use.retained_bytes)}{short_by(short_bytes)}"
     headroom_bytes = tightest.headroom_bytes
     # Less than the whole set in a phase whose peak has a part of it already.
-    needs = f"{use.component} needs {format_bytes(headroom_bytes + short_bytes)}"
+    least = "" if fixed(plan, use.component) else "at least "
+    needs = f"{use.component} needs {least}{format_bytes(headroom_bytes + short_bytes)}"
     has = f"{place(tightest.name, tightest.shape)} has {format_bytes(headroom_bytes)} headroom"
     return f"{has}, {needs}{short_by(short_bytes)}"
 
 
 def _refutation(plan: Plan, use: UsePlan) -> str:
-    what = f"{use.component} ({format_bytes(use.retained_bytes)})"
     attempt = _last_refuted(plan, use.component)
+    what = f"{use.component} ({format_bytes(use.retained_bytes)})"
+    if attempt is not None and not fixed(plan, use.component):
+        what = tried_sets(plan, attempt)
     if attempt is None:
         return f"{what} was tried and refuted{short_by(use.shortfall_bytes)}"
     beyond = " beyond the model" if attempt.beyond_model else ""

@@ -35,6 +35,10 @@ def would_retain(plan: Plan) -> str:
     return "would retain" if plan.device == "simulated" else "retains"
 
 
+def would_hold(plan: Plan) -> str:
+    return "would hold" if plan.device == "simulated" else "holds"
+
+
 def reason(use: UsePlan) -> str:
     match use.reason:
         case Reason.RETAINED:
@@ -47,6 +51,10 @@ def reason(use: UsePlan) -> str:
             return f"too little headroom{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.REFUTED:
             return f"tried and refuted{_where(use)}{short_by(use.shortfall_bytes)}"
+        case Reason.PARTLY_RETAINED if use.limiting_phase:
+            return f"as many layers as fit{_where(use)}, validated"
+        case Reason.PARTLY_RETAINED:
+            return "as many layers as are worth their bytes, validated"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
         case Reason.BASELINE_FAILED:

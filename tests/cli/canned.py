@@ -8,6 +8,7 @@ from residency.planner.plan import (
     PhasePlan,
     Plan,
     Reason,
+    SetPlan,
     ShapePlan,
     Status,
     UsePlan,
@@ -55,6 +56,10 @@ COMPONENTS = (
     ),
 )
 
+ENCODER_SET = SetPlan(
+    component="text_encoder", phase="text_encode", resident_layers=43, retained_layers=43
+)
+
 
 def resident_use(phase: str, component: str, layers: int) -> UsePlan:
     return UsePlan(
@@ -62,6 +67,7 @@ def resident_use(phase: str, component: str, layers: int) -> UsePlan:
         component=component,
         retain_resident_layers=False,
         resident_layers=layers,
+        retained_layers=0,
         total_layers=layers,
         retained_bytes=0,
         saved_h2d_bytes=0,
@@ -74,11 +80,13 @@ def resident_use(phase: str, component: str, layers: int) -> UsePlan:
 
 
 def encoder_use(reason: Reason, saved_s: float, shortfall_bytes: int | None = None) -> UsePlan:
+    retains = reason in (Reason.RETAINED, Reason.PARTLY_RETAINED)
     return UsePlan(
         phase="text_encode",
         component="text_encoder",
-        retain_resident_layers=reason is Reason.RETAINED,
+        retain_resident_layers=retains,
         resident_layers=43,
+        retained_layers=43 if retains else 0,
         total_layers=66,
         retained_bytes=SET_BYTES,
         saved_h2d_bytes=gib(10.93),
@@ -121,6 +129,8 @@ def plan(card: str, capacity_gib: float, status: Status, **others: object) -> Pl
         "h2d_bytes_per_request": BytesPerRequest(baseline=gib(12.94), planned=gib(12.94)),
         "copy_bytes_per_s": 25.2e9,
         "copy_rate_source": "assumed: 80% of PCIe 4.0 x16, no copy hidden behind compute",
+        "sizing": "declared",
+        "explanation": None,
         "device": "simulated",
     }
     return Plan.model_validate(values | others)
@@ -137,6 +147,7 @@ def uses(encoder: UsePlan) -> tuple[UsePlan, ...]:
 def attempt(verdict: Verdict, **others: object) -> Attempt:
     values: dict[str, object] = {
         "retained": ("text_encoder",),
+        "sets": (ENCODER_SET,),
         "beyond_model": False,
         "predicted_shortfall_bytes": 0,
         "verdict": verdict,
@@ -204,5 +215,5 @@ INFEASIBLE = plan(
 )
 
 
-def report(*plans: Plan) -> Report:
-    return Report(residency_version="0.1.0", pipeline="qwen-image-2.1", plans=plans)
+def report(*plans: Plan, pipeline: str = "qwen-image-2.1") -> Report:
+    return Report(residency_version="0.1.0", pipeline=pipeline, plans=plans)

@@ -67,7 +67,9 @@ def test_components_that_cannot_even_be_loaded_are_told():
 
 
 def test_a_set_of_no_layers_is_what_lies_outside_of_them():
-    use = encoder_use(Reason.RETAINED, 0.1).model_copy(update={"resident_layers": 0})
+    use = encoder_use(Reason.RETAINED, 0.1).model_copy(
+        update={"resident_layers": 0, "retained_layers": 0}
+    )
     text = verdict(COMMITTED.model_copy(update={"uses": (use,)}))
     assert "text_encoder: its weights in no layer, 11.33 GiB across the gap" in text
 

@@ -6,20 +6,32 @@ from pathlib import Path
 
 import pytest
 from canned import COMMITTED, INFEASIBLE, NO_HEADROOM, REFUTED, report
+from canned_flux import HOST_MEMORY_BINDS
+from canned_sized import EVERYTHING_FITS, NOTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
 from rich.console import Console, RenderableType
 
 from residency.cli.render.cards import cards_view
+from residency.cli.render.explanation import explanation_view
 from residency.cli.render.report import report_view
 from residency.cli.screen import rendered
 from residency.offload.cards import CARDS
 
 GOLDEN = Path(__file__).parent / "golden"
+FLUX = report(HOST_MEMORY_BINDS, pipeline="flux.1-dev")
 VIEWS = {
     "committed": report_view(report(COMMITTED)),
     "no_headroom": report_view(report(NO_HEADROOM)),
     "refuted": report_view(report(REFUTED)),
     "infeasible": report_view(report(INFEASIBLE)),
     "two_cards": report_view(report(COMMITTED, REFUTED)),
+    "sized": report_view(report(ONE_PHASE_BINDS, EVERYTHING_FITS)),
+    "sized_and_held": report_view(FLUX),
+    "explain_everything_fits": explanation_view(report(EVERYTHING_FITS)),
+    "explain_one_phase_binds": explanation_view(report(ONE_PHASE_BINDS)),
+    "explain_host_memory_binds": explanation_view(FLUX),
+    "explain_pin_binds": explanation_view(report(PIN_BINDS)),
+    "explain_nothing_fits": explanation_view(report(NOTHING_FITS)),
+    "explain_without_explanation": explanation_view(report(COMMITTED, INFEASIBLE)),
     "cards": cards_view(CARDS.values()),
 }
 

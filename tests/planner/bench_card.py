@@ -12,6 +12,7 @@ from residency.phases.declaration import Declaration, declare
 from residency.phases.diffusers import DiffusersPipeline
 from residency.phases.family import find_family
 from residency.phases.shape import Shape
+from residency.planner.pricing import Pricing
 from residency.planner.settle import Settings
 
 GIB = 1 << 30
@@ -25,7 +26,12 @@ class Bench:
     shape: Shape
 
     def settings(self, **changed) -> Settings:
-        given = {"shapes": (self.shape,), "declarations": self.declarations, "margin_bytes": 0}
+        given = {
+            "shapes": (self.shape,),
+            "declarations": self.declarations,
+            "margin_bytes": 0,
+            "pricing": Pricing(1e9, "assumed"),
+        }
         return Settings(**{**given, **changed})
 
 

@@ -1,0 +1,155 @@
+"""The exact choice: what is resident and retained, and how each component is streamed.
+
+Decided in this order, each step among what the steps before leave equal:
+
+    1  the least seconds of a request; from here on, up to 1 % more
+    2  the fewest bytes held on the device
+    3  the fewest bytes pinned on the host
+    4  the least seconds
+    5  shallow prefetch and few layers, in a fixed order
+
+Every step is a mixed-integer program (`program.py`), and every answer is checked in integers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from .block import modes
+from .columns import Terms
+from .instance import Choice, Instance, nothing_retained
+from .program import Answer, Program
+from .unfit import Unfit as Unfit
+from .unfit import short, unfit
+
+SLACK = 0.01
+"""The share of the best request's seconds that is given up for fewer bytes."""
+NEAR = 1e-9
+"""Seconds that differ by no more than this share are the same."""
+SLIPS = 20
+"""How often a room may be tightened after HiGHS exceeded it within its tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    choice: Choice
+    seconds: float
+    """Of a request."""
+    best_s: float
+    """Of the fastest choice that was found; `seconds` is within 1 % of it."""
+    bound_s: float
+    """No choice is faster."""
+    held_bytes: int
+    host_bytes: int
+    proven: bool
+    """Whether every step was solved to its end; else time was up, and this is the best so far."""
+
+    @property
+    def gap(self) -> float:
+        """The share of `best_s` that a faster choice could save at most."""
+        return (self.best_s - self.bound_s) / self.best_s if self.best_s else 0.0
+
+
+def choose(
+    instance: Instance, *, time_limit_s: float = 10.0, start: Choice | None = None
+) -> Chosen | Unfit:
+    """The choice that fits and is best, or what keeps all from fitting.
+
+    `start` is where the search begins, such as the choice before a refutation; it has no say in
+    what is chosen. When time is up the best found so far is returned; only where nothing was found
+    that fits does the search go on until something is, or it is certain that nothing does.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    if (lacking := unfit(instance)) is not None:
+        return lacking
+    program = Program(instance)
+    fastest = _fastest(program, start, deadline)
+    if fastest.choice is None:
+        return short(instance)
+
+    best_s = instance.seconds(fastest.choice)
+    bound_s = instance.fixed_seconds + max(fastest.bound / program.per_second, 0.0)
+    best, proven = _smallest(program, fastest.choice, deadline)
+    return Chosen(
+        best,
+        instance.seconds(best),
+        best_s,
+        min(bound_s, best_s),
+        instance.held_bytes(best),
+        instance.host_bytes(best),
+        proven and fastest.optimal,
+    )
+
+
+def most_seconds(best_s: float) -> float:
+    """Of a request, where the fastest choice takes `best_s`."""
+    return best_s * (1 + SLACK) * (1 + NEAR)
+
+
+def _fastest(program: Program, start: Choice | None, deadline: float) -> Answer:
+    instance = program.instance
+    streamed = tuple(nothing_retained(part, modes(part)[0]) for part in instance.parts)
+    begin = next((each for each in (start, streamed) if each and instance.fits(each)), None)
+    seconds = program.seconds()
+    answer = _solve(program, seconds, NEAR, deadline, begin or start)
+    if answer.choice is None and not answer.infeasible:
+        if begin is None:
+            found = _solve(program, {}, 0.0, math.inf)
+            return replace(found, bound=answer.bound, optimal=False)
+        return replace(answer, choice=begin)
+    return answer
+
+
+def _smallest(program: Program, fastest: Choice, deadline: float) -> tuple[Choice, bool]:
+    """The best by the steps behind the first, and whether all of them came to their end."""
+    instance, best = program.instance, fastest
+    seconds, held, host = program.seconds(), program.held_bytes(), program.host_bytes()
+
+    def limit_seconds(most_s: float) -> None:
+        program.limit(seconds, (most_s - instance.fixed_seconds) * program.per_second)
+
+    limit_seconds(most_seconds(instance.seconds(fastest)))
+    for objective, within in (
+        (held, program.bytes.half_step),
+        (host, program.hosts.half_step),
+        (seconds, NEAR),
+        (program.order(), 0.5),
+    ):
+        if objective is host and len(set(host.values())) == 1:
+            continue
+        answer = _solve(program, objective, within, deadline)
+        if answer.choice is None or not answer.optimal:
+            return answer.choice or best, False
+        best = answer.choice
+        if objective is held:
+            program.limit(held, program.bytes.limit(instance.held_bytes(best)))
+        elif objective is host:
+            program.limit(host, program.hosts.limit(instance.host_bytes(best)))
+        elif objective is seconds:
+            limit_seconds(instance.seconds(best) * (1 + NEAR))
+    return best, True
+
+
+def _solve(
+    program: Program,
+    objective: Terms,
+    within: float,
+    deadline: float,
+    start: Choice | None = None,
+) -> Answer:
+    """An answer that fits in integers, or none."""
+    instance = program.instance
+    first: Answer | None = None
+    for _ in range(SLIPS):
+        answer = program.minimise(objective, within=within, deadline=deadline, start=start)
+        first = first or answer
+        if answer.choice is None or instance.fits(answer.choice):
+            return replace(answer, bound=first.bound)
+        for place, room in enumerate(instance.places):
+            excess_bytes = instance.device_bytes(answer.choice, place) - room.room_bytes
+            if excess_bytes > 0:
+                program.tighten(place, excess_bytes)
+    assert first is not None
+    return replace(first, choice=None, optimal=False, is_done=False)

@@ -1,0 +1,275 @@
+"""From measurement to numbers and back: the instance of a measured pipeline, and what a choice
+says of each use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..offload.layerwise import LayerwiseOffload
+from ..offload.placement import Placement
+from ..phases.headroom import Headroom
+from ..phases.shape import Shape
+from ..phases.use import ComponentUse
+from ..phases.warmup import Sweep
+from .candidate import Candidate
+from .installation import Installation
+from .instance import (
+    Choice,
+    Instance,
+    LayerClass,
+    Mode,
+    Part,
+    PartChoice,
+    Pins,
+    Place,
+    Room,
+    UseSpan,
+    nothing_retained,
+)
+from .plan import Verdict
+from .pricing import PAGEABLE_FACTOR, Pricing
+from .validation import Judgement
+
+
+class MeasuredPart:
+    """One component that leaves the device between its uses, with the layers behind each class.
+
+    `sized`: its sets are the planner's to choose; else they are the declared ones, and only
+    whether they are retained is open.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        placement: Placement,
+        uses: Sequence[ComponentUse],
+        layers_run: Mapping[tuple[str, str], frozenset[int]],
+        *,
+        sized: bool,
+    ) -> None:
+        self.component = component
+        self.placement = placement
+        self.uses = tuple(uses)
+        self.sized = sized
+        self.classes: list[LayerClass] = []
+        self.layers: list[tuple[int, ...]] = []
+        """For each class, the layers in it, in order."""
+        if isinstance(placement, LayerwiseOffload):
+            self._classify(placement, layers_run)
+
+    def _classify(
+        self,
+        placement: LayerwiseOffload,
+        layers_run: Mapping[tuple[str, str], frozenset[int]],
+    ) -> None:
+        alike: dict[tuple[str, int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
+        for i, layer in enumerate(placement.layers):
+            runs = tuple(i in layers_run[use.phase, use.component] for use in self.uses)
+            alike[layer.group, layer.buffer_bytes, layer.copy_bytes, runs].append(i)
+        for (group, buffer_bytes, copy_bytes, runs), layers in alike.items():
+            self.classes.append(LayerClass(group, len(layers), buffer_bytes, copy_bytes, runs))
+            self.layers.append(tuple(layers))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes that come and go with the component: those of no layer, or of all of it
+        where it isn't streamed."""
+        if self.classes:
+            return self.placement.non_layer_bytes
+        return self.placement.weight_bytes
+
+    @property
+    def fixed_copy_bytes(self) -> int:
+        if self.classes:
+            return self.placement.non_layer_copy_bytes
+        return self.placement.saved_bytes(passes=1)
+
+    @property
+    def pins(self) -> Pins:
+        if self.sized:
+            return Pins()
+        counts = self._counts(self.placement.resident_set)
+        return Pins(resident=counts, retained=counts)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether layers that run aren't among those declared."""
+        return any(
+            any(each.runs) and count < each.count
+            for each, count in zip(
+                self.classes, self._counts(self.placement.resident_set), strict=True
+            )
+        )
+
+    def _counts(self, layers: frozenset[int]) -> tuple[int, ...]:
+        return tuple(len(layers.intersection(members)) for members in self.layers)
+
+    def resident(self, chosen: PartChoice, use: int) -> frozenset[int]:
+        """The layers to hold in a use."""
+        if not self.sized:
+            return self.placement.resident_set
+        return self._pick(chosen.resident[use])
+
+    def retained(self, chosen: PartChoice, use: int) -> frozenset[int]:
+        """The layers to hold across the gap behind a use."""
+        resident = self.resident(chosen, use)
+        return resident if not self.sized else self._pick(chosen.retained[use], of=resident)
+
+    def _pick(self, counts: Sequence[int], of: frozenset[int] | None = None) -> frozenset[int]:
+        """As many layers of each class as `counts` says, spread evenly over those in `of`: so
+        between two streamed layers there is compute for a copy to hide behind."""
+        picked: set[int] = set()
+        for members, count in zip(self.layers, counts, strict=True):
+            pool = [i for i in members if of is None or i in of]
+            picked.update(pool[(2 * j + 1) * len(pool) // (2 * count)] for j in range(count))
+        return frozenset(picked)
+
+
+class Measured:
+    """What a baseline sweep says of the choice.
+
+    In each place the room for weights is the headroom, and what the baseline had there of them.
+    """
+
+    def __init__(
+        self,
+        installation: Installation,
+        baseline: Sweep,
+        headrooms: Sequence[Headroom],
+        pricing: Pricing,
+        sized: frozenset[str],
+    ) -> None:
+        self.installation = installation
+        self.headrooms = tuple(headrooms)
+        self.pricing = pricing
+        layers_run: dict[tuple[str, str], frozenset[int]] = defaultdict(frozenset)
+        for run in baseline.runs:
+            for trace in run.traces:
+                for at, layers in trace.layers_run.items():
+                    layers_run[at] |= layers
+        self.parts = [
+            MeasuredPart(name, placement, uses, layers_run, sized=name in sized)
+            for name, placement in installation.placements.items()
+            if placement.retained_bytes and (uses := [*self._uses_of(name)])
+        ]
+        self.baseline: Choice = tuple(
+            self._baseline(part, numbers)
+            for part, numbers in zip(self.parts, map(self._part, self.parts), strict=True)
+        )
+        self.instance = self._instance()
+
+    def _uses_of(self, component: str) -> Iterator[ComponentUse]:
+        return (use for use in self.installation.graph.uses if use.component == component)
+
+    def _instance(self) -> Instance:
+        given = self.rooms(0)
+        # What the baseline takes was seen to fit, though it may leave less than the margin.
+        places = tuple(
+            replace(room, room_bytes=max(room.room_bytes, given.device_bytes(self.baseline, place)))
+            for place, room in enumerate(given.places)
+        )
+        return replace(given, places=places)
+
+    def rooms(self, more_bytes: int) -> Instance:
+        """The instance on a card of so many bytes more, or fewer, by the headroom alone."""
+        parts = tuple(map(self._part, self.parts))
+        empty = Instance((), parts)
+        places = tuple(
+            Room(
+                headroom.phase,
+                str(headroom.shape),
+                headroom.headroom_bytes + more_bytes + empty.device_bytes(self.baseline, place),
+            )
+            for place, headroom in enumerate(self.headrooms)
+        )
+        return Instance(places, parts, self.pricing.host_budget_bytes)
+
+    def _part(self, part: MeasuredPart) -> Part:
+        return Part(
+            part.component,
+            part.fixed_bytes,
+            part.fixed_copy_bytes,
+            tuple(part.classes),
+            tuple(self._span(part, use) for use in part.uses),
+            tuple(self._modes(part)),
+            part.pins,
+        )
+
+    def _span(self, part: MeasuredPart, use: ComponentUse) -> UseSpan:
+        gap = self.installation.graph.gap(use)
+        places = [p for p, at in enumerate(self.headrooms) if at.phase == use.phase]
+        at_use = (use.phase, use.component)
+        shapes = [self.headrooms[place].shape for place in places]
+        return UseSpan(
+            use.phase,
+            tuple(places),
+            tuple(self.installation.warmup.passes(shape)[at_use] for shape in shapes),
+            max(self.installation.served_passes(shape)[at_use] for shape in shapes),
+            tuple(p for p, at in enumerate(self.headrooms) if at.phase in gap.phases),
+            self.pricing.exposure(use.phase),
+        )
+
+    def _modes(self, part: MeasuredPart) -> Iterator[Mode]:
+        prefetch = self.installation.prefetch
+        cost = 1 / self.pricing.bytes_per_s
+        if self.pricing.host_budget_bytes is None:
+            yield Mode(prefetch, True, cost, 0)
+            return
+        yield Mode(prefetch, True, cost, part.placement.pinned_charge_bytes)
+        yield Mode(prefetch, False, cost * PAGEABLE_FACTOR, 0)
+
+    def _baseline(self, part: MeasuredPart, numbers: Part) -> PartChoice:
+        """Nothing retained; what is declared is held in uses of several passes."""
+        nothing = nothing_retained(numbers, numbers.modes[0])
+        return replace(nothing, retains=(False,) * len(numbers.uses))
+
+    def uses(self, choice: Choice) -> Iterator[ComponentUse]:
+        """Each use of a component that can retain, as the choice has it."""
+        for part, chosen in zip(self.parts, choice, strict=True):
+            for u, use in enumerate(part.uses):
+                yield replace(
+                    use,
+                    retain_resident_layers=chosen.retains[u],
+                    resident_layers=part.resident(chosen, u) if part.sized else None,
+                    retained_layers=part.retained(chosen, u) if part.sized else None,
+                )
+
+    def describe(self, choice: Choice) -> str:
+        """What a choice holds, in a few words."""
+        told = []
+        for part, chosen in zip(self.parts, choice, strict=True):
+            for u in range(len(part.uses)):
+                retained, resident = len(part.retained(chosen, u)), len(part.resident(chosen, u))
+                if chosen.retains[u]:
+                    layers = f" ({retained} layers)" if part.sized else ""
+                    told.append(f"to retain {part.component}{layers}")
+                if part.sized and resident > retained:
+                    told.append(f"to hold {resident} layers of {part.component}")
+        return ", ".join(told) or "nothing retained"
+
+    def refuted(self, instance: Instance, candidate: Candidate, judgement: Judgement) -> Instance:
+        """`instance` without the candidate and all that takes as much where it was refuted.
+
+        What the failure says was missing is taken off as well: less can't be enough.
+        """
+        if judgement.place is None:
+            return replace(instance, refuted=(*instance.refuted, candidate.choice))
+        place = self._place(judgement.place)
+        taken = instance.device_bytes(candidate.choice, place)
+        return instance.lowered(place, taken - max(judgement.shortfall_bytes or 0, 1))
+
+    def missing_bytes(self, candidate: Candidate, judgement: Judgement) -> int | None:
+        """What was missing where the candidate failed: by the model, with the margin aside, and
+        at least what was seen."""
+        if judgement.verdict is not Verdict.OOM or judgement.place is None:
+            return judgement.shortfall_bytes
+        place = self._place(judgement.place)
+        room = self.instance.places[place].room_bytes + self.headrooms[place].margin_bytes
+        missing = self.instance.device_bytes(candidate.choice, place) - room
+        return max(judgement.shortfall_bytes or 0, missing)
+
+    def _place(self, at: tuple[str, Shape]) -> Place:
+        places = [(headroom.phase, headroom.shape) for headroom in self.headrooms]
+        return places.index(at)

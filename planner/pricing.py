@@ -1,0 +1,48 @@
+"""What a copied byte costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..offload.cards import Card
+
+COPY_EFFICIENCY = 0.8
+"""Of the bus's raw rate, what copies from pinned memory usually reach. Not measured here."""
+
+PAGEABLE_FACTOR = 2.5
+"""How much longer copies take from pageable memory, through the driver's own staging. Not measured
+here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    bytes_per_s: float
+    """From pinned masters."""
+    source: str
+    """Where the rate comes from, and what is assumed."""
+    exposures: Mapping[str, float] = field(default_factory=dict)
+    """By phase: the share of copy time not hidden behind compute; 1 where nothing is said."""
+    host_budget_bytes: int | None = None
+    """For pinned masters. None: all are pinned, and not counted."""
+
+    def exposure(self, phase: str) -> float:
+        return self.exposures.get(phase, 1.0)
+
+    @classmethod
+    def assumed(
+        cls,
+        card: Card,
+        exposures: Mapping[str, float] | None = None,
+        host_budget_bytes: int | None = None,
+    ) -> Pricing:
+        """For a card that nothing was measured on."""
+        exposures = exposures or {}
+        exposed = ", ".join(f"{share:.0%} exposed in {phase}" for phase, share in exposures.items())
+        return cls(
+            card.pcie_bytes_per_s * COPY_EFFICIENCY,
+            f"assumed: {COPY_EFFICIENCY:.0%} of PCIe {card.pcie_generation}.0 x{card.pcie_lanes}, "
+            + (f"copies {exposed}" if exposed else "no copy hidden behind compute"),
+            exposures,
+            host_budget_bytes,
+        )

@@ -1,0 +1,281 @@
+"""The choice as a mixed-integer program: the blocks of all parts, joined, and HiGHS.
+
+modes      each part takes one
+places     what the parts take <= room; places with the same sum keep the least room
+host       what the modes pin <= budget
+refuted    something is below what was refuted: below[entry] for a count
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from .block import Block, mode_rank, modes
+from .columns import Columns, Terms, Unit, added, times
+from .instance import Choice, Instance, Part, Place, copy_seconds, nothing_retained
+
+TOLERANCE = 1e-9
+"""Of HiGHS, for columns and rows whose numbers are about a thousand."""
+ORDER = 1000
+"""In the order that breaks ties, one more of a later count weighs 1 to 2 times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The best found, if any; `bound` is no more than the objective of any choice."""
+
+    choice: Choice | None
+    bound: float
+    optimal: bool
+    is_done: bool
+    """Whether the search came to its end."""
+    infeasible: bool
+
+
+class Program:
+    """With `elastic`, rooms may be exceeded by `shortage`, and nothing is refuted."""
+
+    def __init__(self, instance: Instance, *, elastic: bool = False) -> None:
+        self.instance = instance
+        self.columns = Columns()
+        self.bytes = Unit(_sizes(instance.parts))
+        streamed = sum(
+            max(copy_seconds(part, nothing_retained(part, mode)) for mode in part.modes)
+            for part in instance.parts
+        )
+        self.per_second = 1000 / streamed if streamed else 1.0
+        self.hosts = Unit(mode.host_bytes for part in instance.parts for mode in part.modes)
+        self.parts = [
+            [Block(self.columns, self.bytes, part, mode) for mode in modes(part)]
+            for part in instance.parts
+        ]
+        for blocks in self.parts:
+            self.columns.row({block.active: 1.0 for block in blocks}, lower=1, upper=1)
+        self.shortage: Terms = {}
+        if elastic:
+            self.shortage = {self.columns.add(float("inf")): 1.0}
+        else:
+            for choice in instance.refuted:
+                self._refute(choice)
+        self._rows = self._rooms()
+        if instance.host_budget_bytes is not None:
+            self.columns.row(self.host_bytes(), upper=self.hosts.limit(instance.host_budget_bytes))
+        self._highs: highspy.Highs | None = None
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        return (block for blocks in self.parts for block in blocks)
+
+    def _rooms(self) -> dict[Place, int]:
+        """The row that each place is in."""
+        rows: dict[tuple[tuple[int, float], ...], int] = {}
+        found: dict[Place, int] = {}
+        for place, room in enumerate(self.instance.places):
+            terms = added(*(block.device_bytes(place) for block in self.blocks))
+            terms = added(terms, times(-1, self.shortage))
+            key = tuple(terms.items())
+            upper = self.bytes.limit(room.room_bytes)
+            if self.shortage:
+                upper = self.bytes.of(room.room_bytes)
+            if key in rows:
+                known = self.columns.rows[rows[key]]
+                self.columns.rows[rows[key]] = (terms, known[1], min(known[2], upper))
+            else:
+                rows[key] = len(self.columns.rows)
+                self.columns.row(terms, upper=upper)
+            found[place] = rows[key]
+        return found
+
+    def _refute(self, choice: Choice) -> None:
+        below: Terms = {}
+        certain = 0
+        for blocks, chosen in zip(self.parts, choice, strict=True):
+            for block in blocks:
+                if (
+                    block.mode.prefetch < chosen.mode.prefetch
+                    or block.mode.host_bytes < chosen.mode.host_bytes
+                ):
+                    below[block.active] = 1.0
+            for use, retains in enumerate(chosen.retains):
+                if retains:
+                    certain += 1
+                    below = added(below, {block.retains[use]: -1.0 for block in blocks})
+                for c, layers in enumerate(blocks[0].part.classes):
+                    for table, count in (
+                        ([block.resident[use][c] for block in blocks], chosen.resident[use][c]),
+                        ([block.retained[use][c] for block in blocks], chosen.retained[use][c]),
+                    ):
+                        if count:
+                            column = self.columns.add(1, integer=True)
+                            below[column] = 1.0
+                            self.columns.row(
+                                {column: layers.count - count + 1.0} | dict.fromkeys(table, 1.0),
+                                upper=layers.count,
+                            )
+        self.columns.row(below, lower=1 - certain)
+
+    def seconds(self) -> Terms:
+        """Besides the fixed ones, times `per_second`."""
+        return times(self.per_second, added(*(block.seconds() for block in self.blocks)))
+
+    def held_bytes(self) -> Terms:
+        return added(*(block.held_bytes() for block in self.blocks))
+
+    def host_bytes(self) -> Terms:
+        return {block.active: self.hosts.of(block.mode.host_bytes) for block in self.blocks}
+
+    def order(self) -> Terms:
+        """What ties are broken by in the end: shallow prefetch and few layers, in a fixed order."""
+        terms: Terms = {}
+        at = 0
+        for blocks in self.parts:
+            for block in blocks:
+                terms[block.active] = float(100 * ORDER * mode_rank(block.part, block.mode))
+                for i, column in enumerate(block.counts()):
+                    terms[column] = float(weight(at + i))
+            at += sum(1 for _ in blocks[0].counts())
+        return terms
+
+    def limit(self, terms: Terms, upper: float) -> None:
+        self.columns.row(terms, upper=upper)
+        if self._highs is not None:
+            self._highs.addRow(-highspy.kHighsInf, upper, *_entries(terms))
+
+    def minimise(
+        self,
+        objective: Terms,
+        *,
+        within: float,
+        deadline: float,
+        start: Choice | None = None,
+    ) -> Answer:
+        """`within` is how far from the least `Answer.choice` may be; HiGHS begins from `start`, or
+        else from where it ended. `deadline` is a time of `time.perf_counter`."""
+        highs = self._highs = self._highs or self._passed()
+        count = len(self.columns.upper)
+        cost = np.zeros(count)
+        for column, factor in objective.items():
+            cost[column] = factor
+        highs.changeColsCost(count, np.arange(count, dtype=np.int32), cost)
+        highs.setOptionValue("mip_abs_gap", within)
+        highs.setOptionValue("time_limit", max(deadline - time.perf_counter(), 0.0))
+        if start is not None:
+            highs.setSolution(*_entries(dict(self._written(start))))
+        answer = self._run(highs, cost, within)
+        if not answer.optimal and answer.is_done:
+            # HiGHS can return what it began from though it found better, but not without a start.
+            highs.clearSolver()
+            answer = self._run(highs, cost, within)
+        return answer
+
+    def _run(self, highs: highspy.Highs, cost: npt.NDArray[np.float64], within: float) -> Answer:
+        highs.run()
+        info, status = highs.getInfo(), highs.getModelStatus()
+        is_done = status == highspy.HighsModelStatus.kOptimal
+        found, value = None, math.inf
+        if info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible):
+            values = np.array(highs.getSolution().col_value)
+            found, value = self._read(values), float(cost @ values)
+        near = max(within, TOLERANCE * abs(value))
+        return Answer(
+            found,
+            info.mip_dual_bound,
+            is_done and value <= info.mip_dual_bound + 2 * near,
+            is_done,
+            status == highspy.HighsModelStatus.kInfeasible,
+        )
+
+    def tighten(self, place: Place, excess_bytes: int) -> None:
+        """Take the room of a place down by what HiGHS exceeded it, within its tolerance."""
+        row = self._rows[place]
+        terms, lower, upper = self.columns.rows[row]
+        upper -= self.bytes.of(2 * excess_bytes)
+        self.columns.rows[row] = (terms, lower, upper)
+        if self._highs is not None:
+            self._highs.changeRowBounds(row, lower, upper)
+
+    def _passed(self) -> highspy.Highs:
+        highs = _Silent()
+        for option, value in _OPTIONS.items():
+            highs.setOptionValue(option, value)
+        columns = self.columns
+        count, rows = len(columns.upper), columns.rows
+        sparse = [_entries(terms) for terms, _, _ in rows]
+        starts = np.cumsum([0, *(entries for entries, _, _ in sparse)])
+        highs.passModel(
+            count,
+            len(rows),
+            int(starts[-1]),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            0.0,
+            np.zeros(count),
+            np.array(columns.lower),
+            np.array(columns.upper),
+            np.array([lower for _, lower, _ in rows]),
+            np.array([upper for _, _, upper in rows]),
+            starts[:-1].astype(np.int32),
+            np.concatenate([index for _, index, _ in sparse]),
+            np.concatenate([factors for _, _, factors in sparse]),
+            np.array(columns.integer, dtype=np.int32),
+        )
+        return highs
+
+    def _read(self, values: npt.NDArray[np.float64]) -> Choice:
+        return tuple(
+            max(blocks, key=lambda block: values[block.active]).read(values)
+            for blocks in self.parts
+        )
+
+    def _written(self, choice: Choice) -> Iterator[tuple[int, float]]:
+        for blocks, chosen in zip(self.parts, choice, strict=True):
+            for block in blocks:
+                yield from block.write(chosen)
+
+
+class _Silent(highspy.Highs):
+    """Without the banner that HiGHS prints to stdout when callbacks are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
+_OPTIONS: dict[str, bool | int | float | str] = {
+    "threads": 1,
+    "parallel": "off",
+    "random_seed": 0,
+    "presolve": "off",
+    "mip_rel_gap": 0.0,
+    "mip_feasibility_tolerance": TOLERANCE,
+    "primal_feasibility_tolerance": TOLERANCE,
+    "dual_feasibility_tolerance": TOLERANCE,
+}
+
+
+def weight(position: int) -> int:
+    """Of a count in the order that breaks ties; fixed, and unlike that of others."""
+    return ORDER + 618 * (position + 1) % (ORDER - 1)
+
+
+def _entries(
+    terms: Terms,
+) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    index = np.array([*terms], dtype=np.int32)
+    return len(index), index, np.array([*terms.values()], dtype=np.float64)
+
+
+def _sizes(parts: Iterable[Part]) -> Iterator[int]:
+    for part in parts:
+        yield part.non_layer_bytes
+        yield from (layers.layer_bytes for layers in part.classes)

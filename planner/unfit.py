@@ -1,0 +1,132 @@
+"""Why nothing fits: the certificate that `choose` gives in place of a choice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .instance import Choice, Instance, Part, Pins, Place, nothing_retained
+from .program import Program
+
+
+class Lack(StrEnum):
+    PINS = "pins"
+    """What the user fixed contradicts itself."""
+    HOST = "host"
+    """Masters that have to be pinned don't fit in the host budget."""
+    ROOM = "room"
+    """Some place is short of device bytes, whatever is chosen."""
+    REFUTED = "refuted"
+    """All that would fit was refuted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """`place` is where the choice that comes closest lacks the most; `short_bytes` is what is
+    missing there, and no choice lacks less in all places."""
+
+    lack: Lack
+    short_bytes: int = 0
+    place: Place | None = None
+    phase: str | None = None
+    shape: str | None = None
+    component: str | None = None
+    streamed: bool = True
+    """Whether the choice that comes closest streams everything that isn't pinned."""
+    pinned: bool = False
+    """Whether the user fixed something."""
+
+    def __str__(self) -> str:
+        match self.lack:
+            case Lack.PINS:
+                return f"what is fixed for {self.component} can't be: {_PINS_HINT}"
+            case Lack.HOST:
+                return (
+                    f"the host budget is short by {self.short_bytes} bytes for the masters that "
+                    "have to be pinned"
+                )
+            case Lack.REFUTED:
+                return "everything that fits was refuted"
+            case Lack.ROOM:
+                even = "even with everything streamed" if self.streamed else "whatever is held"
+                if self.pinned and self.streamed:
+                    even += " that isn't fixed"
+                return f"{self.phase} at {self.shape} is short by {self.short_bytes} bytes, {even}"
+
+
+_PINS_HINT = "more layers than there are, more retained than resident, or a mode that isn't offered"
+
+
+def unfit(instance: Instance) -> Unfit | None:
+    """What can be told without a search: pins that contradict themselves, and the host budget."""
+    for part in instance.parts:
+        if not _can_keep_pins(part):
+            return Unfit(Lack.PINS, component=part.component, pinned=True)
+    if instance.host_budget_bytes is not None:
+        least = sum(
+            min(mode.host_bytes for mode in part.modes if part.pins.mode in (None, mode))
+            for part in instance.parts
+        )
+        if least > instance.host_budget_bytes:
+            return Unfit(Lack.HOST, least - instance.host_budget_bytes, pinned=_pins(instance))
+    return None
+
+
+def short(instance: Instance) -> Unfit:
+    """The certificate for an instance that no choice fits, though its pins and host budget do."""
+    program = Program(instance, elastic=True)
+    near = program.bytes.of(1) / 2
+    answer = program.minimise(program.shortage, within=near, deadline=math.inf)
+    assert answer.choice is not None, "rooms of any size fit something"
+    short_bytes, place = _worst(instance, answer.choice)
+    if short_bytes <= 0:
+        return Unfit(Lack.REFUTED, pinned=_pins(instance))
+    # Of those that come as close, the one that holds least, so as to say "everything streamed".
+    program.limit(program.shortage, program.bytes.of(short_bytes) + near)
+    held = program.minimise(program.held_bytes(), within=program.bytes.half_step, deadline=math.inf)
+    closest = held.choice or answer.choice
+    short_bytes, place = _worst(instance, closest)
+    return Unfit(
+        Lack.ROOM,
+        short_bytes,
+        place,
+        instance.places[place].phase,
+        instance.places[place].shape,
+        streamed=all(
+            chosen == nothing_retained(part, chosen.mode)
+            for part, chosen in zip(instance.parts, closest, strict=True)
+        ),
+        pinned=_pins(instance),
+    )
+
+
+def _worst(instance: Instance, choice: Choice) -> tuple[int, Place]:
+    """The most bytes that a place is short of, and the first such place."""
+    return max(
+        (
+            (instance.device_bytes(choice, place) - room.room_bytes, place)
+            for place, room in enumerate(instance.places)
+        ),
+        key=lambda each: (each[0], -each[1]),
+    )
+
+
+def _pins(instance: Instance) -> bool:
+    return any(part.pins != Pins() for part in instance.parts)
+
+
+def _can_keep_pins(part: Part) -> bool:
+    pins = part.pins
+    if pins.mode is not None and pins.mode not in part.modes:
+        return False
+    counts = [layers.count for layers in part.classes]
+    for fixed in (pins.resident, pins.retained):
+        if fixed is not None and (
+            len(fixed) != len(counts)
+            or any(not 0 <= n <= most for n, most in zip(fixed, counts, strict=True))
+        ):
+            return False
+    if pins.retains and pins.resident is not None and pins.retained is not None:
+        return all(kept <= held for kept, held in zip(pins.retained, pins.resident, strict=True))
+    return True

@@ -1,0 +1,112 @@
+"""The choice by trying all: what `choose` has to agree with, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from residency.planner.block import mode_rank
+from residency.planner.choice import NEAR, most_seconds
+from residency.planner.instance import (
+    Choice,
+    Instance,
+    Part,
+    PartChoice,
+    allows,
+    copy_seconds,
+    exceeds,
+    part_bytes,
+)
+from residency.planner.program import ORDER, weight
+
+
+@dataclass(frozen=True)
+class Best:
+    best_s: float
+    held_bytes: int
+    host_bytes: int
+    seconds: float
+    order: int
+    """Of the tie break: two choices with the same are both right."""
+
+
+def part_choices(part: Part) -> Iterator[PartChoice]:
+    """The whole space of a part, pins kept."""
+    counts = [product(*(range(layers.count + 1) for layers in part.classes)) for _ in part.uses]
+    tables = [*product(*counts)]
+    for resident, retained in product(tables, tables):
+        for retains in product((False, True), repeat=len(part.uses)):
+            for mode in part.modes:
+                chosen = PartChoice(resident, retained, retains, mode)
+                if allows(part, chosen):
+                    yield chosen
+
+
+def all_that_fit(instance: Instance) -> Iterator[tuple[Choice, float]]:
+    """Choices that fit, and their seconds."""
+    places = range(len(instance.places))
+    options = [
+        [
+            (chosen, copy_seconds(part, chosen), [part_bytes(part, chosen, p) for p in places])
+            for chosen in part_choices(part)
+        ]
+        for part in instance.parts
+    ]
+    rooms = [room.room_bytes for room in instance.places]
+    for combination in product(*options):
+        used = map(sum, zip(*(taken for _, _, taken in combination), strict=True))
+        if any(a > b for a, b in zip(used, rooms, strict=True)):
+            continue
+        choice = tuple(chosen for chosen, _, _ in combination)
+        budget = instance.host_budget_bytes
+        if budget is not None and instance.host_bytes(choice) > budget:
+            continue
+        if any(exceeds(choice, each) for each in instance.refuted):
+            continue
+        yield choice, instance.fixed_seconds + sum(s for _, s, _ in combination)
+
+
+def best(instance: Instance) -> Best | None:
+    fitting = [*all_that_fit(instance)]
+    if not fitting:
+        return None
+    best_s = min(seconds for _, seconds in fitting)
+    left = [each for each in fitting if each[1] <= most_seconds(best_s)]
+    held = min(instance.held_bytes(choice) for choice, _ in left)
+    left = [each for each in left if instance.held_bytes(each[0]) == held]
+    host = min(instance.host_bytes(choice) for choice, _ in left)
+    left = [each for each in left if instance.host_bytes(each[0]) == host]
+    seconds = min(seconds for _, seconds in left)
+    left = [each for each in left if each[1] <= seconds * (1 + NEAR)]
+    return Best(best_s, held, host, seconds, min(order(instance, choice) for choice, _ in left))
+
+
+def order(instance: Instance, choice: Choice) -> int:
+    total = at = 0
+    for part, chosen in zip(instance.parts, choice, strict=True):
+        total += 100 * ORDER * mode_rank(part, chosen.mode)
+        counts = [
+            *chosen.retains,
+            *(n for t in (chosen.resident, chosen.retained) for r in t for n in r),
+        ]
+        total += sum(weight(at + i) * count for i, count in enumerate(counts))
+        at += len(counts)
+    return total
+
+
+def shortest(instance: Instance) -> float:
+    """The least that any choice lacks in the place where it lacks most."""
+    least: float = math.inf
+    places = range(len(instance.places))
+    for choice in product(*(part_choices(part) for part in instance.parts)):
+        budget = instance.host_budget_bytes
+        if budget is not None and instance.host_bytes(choice) > budget:
+            continue
+        lacks = [
+            instance.device_bytes(choice, place) - instance.places[place].room_bytes
+            for place in places
+        ]
+        least = min(least, max(lacks))
+    return least
