@@ -109,6 +109,13 @@ def plan(
             help="Also try the N best candidates that the model says don't fit.",
         ),
     ] = 0,
+    previous: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.JSON",
+            help="The plan of the last start: kept where only free memory wobbles.",
+        ),
+    ] = None,
     prefetch: Annotated[
         int, typer.Option(metavar="N", min=0, help="Layers that are fetched ahead.")
     ] = 1,
@@ -139,6 +146,7 @@ def plan(
     """
     with reported(traceback):
         from ..phases.shape import Shape
+        from ..planner.report import Report
         from ..planner.request import MARGIN_BYTES, PlanRequest
 
         request = PlanRequest(
@@ -154,6 +162,7 @@ def plan(
             size=_sizing(size),
             exposures=parse_shares("--exposure", exposure or []),
             host_bytes=None if host_memory is None else parse_size("--host-memory", host_memory),
+            previous=None if previous is None else Report.read(previous),
             prefetch=prefetch,
             expandable_segments=expandable_segments,
             tiny=tiny,

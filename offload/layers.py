@@ -273,3 +273,21 @@ def _tensors_outside(module: nn.Module, in_layers: set[int]) -> Iterator[torch.T
     for child in module.children():
         if id(child) not in in_layers:
             yield from _tensors_outside(child, in_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's group, its device bytes, and the bytes that loading it copies."""
+
+    group: str
+    buffer_bytes: int
+    copy_bytes: int
+
+
+def weigh(groups: Sequence[LayerGroup], by_group: Sequence[Sequence[Weights]]) -> tuple[Layer, ...]:
+    """What each layer weighs, groups one behind another."""
+    return tuple(
+        Layer(group.name, weights.buffer_bytes, weights.nbytes)
+        for group, layers in zip(groups, by_group, strict=True)
+        for weights in layers
+    )

@@ -27,17 +27,8 @@ from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
 from .host import HostBudget
-from .layers import LayerGroup, Weights, layer_groups, partition
+from .layers import Layer, LayerGroup, Weights, layer_groups, partition, weigh
 from .placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's group, its device bytes, and the bytes that loading it copies."""
-
-    group: str
-    buffer_bytes: int
-    copy_bytes: int
 
 
 @dataclass(slots=True)
@@ -110,12 +101,7 @@ class LayerwiseOffload(Placement):
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What each layer weighs, groups one behind another."""
-        return tuple(
-            Layer(group.name, weights.buffer_bytes, weights.nbytes)
-            for group, layers in zip(self.groups, self._by_group, strict=True)
-            for weights in layers
-        )
+        return weigh(self.groups, self._by_group)
 
     @property
     def resident_set(self) -> frozenset[int]:
@@ -127,7 +113,7 @@ class LayerwiseOffload(Placement):
 
     @property
     def pinned_charge_bytes(self) -> int:
-        return sum(weights.pinned_charge_bytes for weights in (*self._layers, self._rest))
+        return sum(weights.pinned_charge_bytes for weights in self._all_weights())
 
     @property
     def non_layer_copy_bytes(self) -> int:
@@ -184,12 +170,7 @@ class LayerwiseOffload(Placement):
         if self._handles:
             raise OffloadError("the layers are hooked already", hint="call remove() first")
         if self.pin is not None:
-            try:
-                for weights in (*self._layers, self._rest):
-                    weights.pin(self.device, self.pin)
-            except BaseException:
-                self._unpin()
-                raise
+            self.pin_masters(self.pin)
         for i, layer in enumerate(self._modules):
             self._handles.append(layer.register_forward_pre_hook(_Enter(self, i)))
             self._handles.append(layer.register_forward_hook(_Leave(self, i)))
@@ -199,12 +180,10 @@ class LayerwiseOffload(Placement):
         self.release_all()
         while self._handles:
             self._handles.pop().remove()
-        self._unpin()
+        self.unpin_masters()
 
-    def _unpin(self) -> None:
-        if self.pin is not None:
-            for weights in (*self._layers, self._rest):
-                weights.unpin(self.pin)
+    def _all_weights(self) -> tuple[Weights, ...]:
+        return (*self._layers, self._rest)
 
     def begin_use(
         self,
@@ -251,7 +230,7 @@ class LayerwiseOffload(Placement):
         self._in_use = False
         self._held = frozenset()
         self._running = None
-        for weights in (*self._layers, self._rest):
+        for weights in self._all_weights():
             weights.offload()
         try:
             self.device.synchronize()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from .copies import CopyStream
 from .device import Device
-from .layers import Weights, layer_groups, partition
+from .host import HostBudget
+from .layers import Layer, Weights, layer_groups, partition, weigh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +30,10 @@ class Placement(ABC):
     released: its home is the host master.
     """
 
+    device: Device
     total_layers: int = 0
     resident_layers: int = 0
+    _budget: HostBudget | None = None
     layers_run_in_use: set[int]
     """Layers that ran in the use under way, or in the last; empty where they aren't streamed."""
 
@@ -65,6 +68,28 @@ class Placement(ABC):
     def release_all(self) -> None:
         """Full reset, what is kept included, from whatever state."""
 
+    @abstractmethod
+    def _all_weights(self) -> tuple[Weights, ...]: ...
+
+    def pin_masters(self, budget: HostBudget) -> None:
+        """Copy from pinned host masters from now on, all of them.
+
+        Raises HostMemoryError, having pinned nothing, where the budget is too small.
+        """
+        self._budget = budget
+        try:
+            for weights in self._all_weights():
+                weights.pin(self.device, budget)
+        except BaseException:
+            self.unpin_masters()
+            raise
+
+    def unpin_masters(self) -> None:
+        if self._budget is not None:
+            for weights in self._all_weights():
+                weights.unpin(self._budget)
+            self._budget = None
+
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
@@ -83,6 +108,12 @@ class Placement(ABC):
     @abstractmethod
     def use_bytes(self, *, holds_resident_set: bool) -> int:
         """The most that the weights take during a use."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer weighs, groups one behind another; empty where the component is moved
+        in one piece."""
+        return ()
 
     @property
     def resident_set(self) -> frozenset[int]:
@@ -116,14 +147,20 @@ class _Whole(Placement):
     def __init__(self, module: nn.Module, device: Device) -> None:
         self.module = module
         self.device = device
-        by_group, rest = partition(module, layer_groups(module))
+        groups = layer_groups(module)
+        by_group, rest = partition(module, groups)
+        self._layers = weigh(groups, by_group)
         parts = [*(layer for group in by_group for layer in group), rest]
         self.total_layers = self.resident_layers = len(parts) - 1
         self._non_layer_bytes = rest.buffer_bytes
+        self._non_layer_copy_bytes = rest.nbytes
         self.layers_run_in_use = set()
         self._weights = Weights(region for part in parts for region in part.regions)
         self._copies = CopyStream(device)
         self._loaded = False
+
+    def _all_weights(self) -> tuple[Weights, ...]:
+        return (self._weights,)
 
     def _onload(self) -> None:
         if not self._loaded:
@@ -155,6 +192,18 @@ class _Whole(Placement):
 
 class Resident(_Whole):
     """On the device for good."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self._layers
+
+    @property
+    def resident_set(self) -> frozenset[int]:
+        return frozenset(range(len(self._layers)))
+
+    @property
+    def non_layer_copy_bytes(self) -> int:
+        return self._non_layer_copy_bytes
 
     def install(self) -> None:
         self._onload()

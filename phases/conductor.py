@@ -165,6 +165,10 @@ class Conductor:
         self._phase = None
 
     def _begin_reading(self) -> None:
+        """Each phase begins without cached blocks. Else a tensor that lives on is put into the
+        cached buffer of a layer, and keeps all of it from the layers of the next phase; and what
+        a phase reserves at its peak depends on the phases before."""
+        self.device.release_cache()
         self.device.reset_peaks()
         self._since = self.device.transfers
 

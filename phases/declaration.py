@@ -27,6 +27,8 @@ class Declaration:
 
     mode: ResidencyMode
     resident_layers: tuple[int, ...] = ()
+    pin: str | None = None
+    """What of this the user fixed, in the words of the flag, as `dit=resident`; None: nothing."""
 
     def place(self, component: Component, device: Device, *, prefetch: int) -> Placement:
         """Raises OffloadError where the component can't be placed so."""
@@ -64,13 +66,17 @@ def declare(
                 f"{modes[selected[0]]}",
                 hint=f"declare {selector}=layerwise-offload, or leave its resident layers out",
             )
-    layers = resolve(resident_layers, parts)
-    return {
-        name: Declaration(mode, count_layers(layers.get(name, "0"), groups[name]))
-        if name in layerwise
-        else Declaration(mode)
-        for name, mode in modes.items()
-    }
+    layers = resolve({s: (s, text) for s, text in resident_layers.items()}, parts)
+    places = resolve({s: f"{s}={text}" for s, text in residency.items()}, parts)
+    declared = {}
+    for name, mode in modes.items():
+        if mode is not ResidencyMode.LAYERWISE_OFFLOAD:
+            declared[name] = Declaration(mode, pin=places.get(name))
+            continue
+        selector, text = layers.get(name, (name, "0"))
+        pin = f"{selector}={text}" if name in layers else None
+        declared[name] = Declaration(mode, count_layers(text, groups[name]), pin)
+    return declared
 
 
 def _mode(text: str) -> ResidencyMode:

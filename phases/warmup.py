@@ -41,6 +41,16 @@ class ShapeRun:
             if reading.phase == phase
         )
 
+    def fragmentation_bytes(self, phase: str) -> int:
+        """The most that was reserved in `phase` beyond what was allocated. A bound
+        of what is lost: under pressure the allocator loses less."""
+        return max(
+            reading.reading.peak_reserved_bytes - reading.reading.peak_allocated_bytes
+            for trace in self.traces
+            for reading in trace.readings
+            if reading.phase == phase
+        )
+
     @property
     def h2d_bytes(self) -> int:
         """Of a request in the steady state: the last."""

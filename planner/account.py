@@ -100,6 +100,7 @@ def _uses(settlement: Settlement, pricing: Pricing) -> Iterator[UsePlan]:
     streamed = {
         (use.phase, use.component): (number, u)
         for number, part in enumerate(measured.parts)
+        if not part.stays
         for u, use in enumerate(part.uses)
     }
     for use in settlement.installation.graph.uses:
@@ -119,6 +120,9 @@ def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
         resident_layers=placement.resident_layers,
         retained_layers=0,
         total_layers=placement.total_layers,
+        resident_set=tuple(sorted(placement.resident_set)),
+        retained_set=(),
+        pinned=False,
         retained_bytes=0,
         saved_h2d_bytes=0,
         saved_s=0.0,
@@ -154,6 +158,9 @@ def _streamed_use(
         else part.placement.resident_layers,
         retained_layers=len(part.retained(chosen, u)) if chosen.retains[u] else 0,
         total_layers=part.placement.total_layers,
+        resident_set=tuple(sorted(part.resident(chosen, u))) if any(chosen.resident[u]) else (),
+        retained_set=tuple(sorted(part.retained(chosen, u))) if chosen.retains[u] else (),
+        pinned=chosen.mode.pinned,
         retained_bytes=numbers.non_layer_bytes
         + sum(c.layer_bytes * n for c, n in zip(part.classes, told.retained[u], strict=True)),
         saved_h2d_bytes=saved,
@@ -240,6 +247,8 @@ def _attempt(settlement: Settlement, each: Try) -> Attempt:
 
 def _sets(measured: Measured, candidate: Candidate) -> Iterator[SetPlan]:
     for part, chosen in zip(measured.parts, candidate.choice, strict=True):
+        if part.stays:
+            continue
         for u, use in enumerate(part.uses):
             yield SetPlan(
                 component=part.component,
@@ -271,21 +280,17 @@ def _short_at(failure: Failure, needs: Sequence[Headroom]) -> Iterator[int]:
 
 
 def _bytes_per_request(settlement: Settlement) -> BytesPerRequest | None:
-    baseline, planned = settlement.baseline, settlement.planned
-    if baseline is None or planned is None:
+    """Of the shape whose baseline copies the most."""
+    baseline, planned, measured = settlement.baseline, settlement.planned, settlement.measured
+    if baseline is None or planned is None or measured is None:
         return None
-    installation = settlement.installation
-
-    def served(runs: Sequence[tuple[int, int]]) -> BytesPerRequest:
-        most = max(runs)
-        return BytesPerRequest(baseline=most[0], planned=most[1])
-
-    return served(
-        [
-            (
-                installation.h2d_bytes(before.asked, before.h2d_bytes),
-                installation.h2d_bytes(after.asked, after.h2d_bytes),
-            )
-            for before, after in zip(baseline.runs, planned.runs, strict=True)
-        ]
-    )
+    served = settlement.installation.h2d_bytes
+    committed = settlement.committed
+    before = [*measured.uses(measured.baseline)]
+    after = before if committed is None else committed.uses
+    pairs = [
+        (served(old.asked, old.h2d_bytes, before), served(new.asked, new.h2d_bytes, after))
+        for old, new in zip(baseline.runs, planned.runs, strict=True)
+    ]
+    most = max(pairs)
+    return BytesPerRequest(baseline=most[0], planned=most[1])

@@ -9,9 +9,9 @@ mode's binary, n for a class's layers:
     arriving   >= held, >= retained[use before]: the larger of both
     full[k]    the largest k sizes are all held: <= full[k - 1], n full[k] <= held of their classes
     largest    size[0] m - sum over k of (size[k - 1] - size[k]) full[k]: the largest streamed layer
-    few[q]     no more than q layers are streamed: then the window has a buffer less
-    spared[q]  largest if few[q], else 0
-    window     (1 + prefetch) largest - sum over q of spared[q]
+    few        no more layers are streamed than the window has buffers, which is b
+    window     >= b (largest - size[0] few)
+               >= size[k] (streamed - b full[k + 1] - (layers - b) (m - few)) for each k
 
 Seconds are linear in the columns of one mode, so they need no products.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .columns import Columns, Terms, Unit, added, times
-from .instance import LayerClass, Mode, Part, PartChoice, Place
+from .part import Mode, Part, PartChoice, Place
 
 
 class Block:
@@ -112,37 +112,38 @@ class Block:
         running = [(c, layers) for c, layers in enumerate(self.part.classes) if any(layers.runs)]
         if not running:
             return {}
-        largest = self._largest(held, running)
-        count = sum(layers.count for _, layers in running)
-        most = max(layers.layer_bytes for _, layers in running)
-        total = times(1 + self.mode.prefetch, largest)
-        for q in range(1, 1 + self.mode.prefetch):
-            spared = columns.add(self.unit.of(most))
-            columns.row(added({spared: 1.0}, times(-1, largest)), upper=0)
-            if q < count:
-                few = columns.add(1, integer=True)
-                columns.most(spared, self.unit.of(most), few)
-                # streamed = count m - held <= count m - (count - q) few
-                columns.row(
-                    added({few: float(count - q)}, {held[c]: -1.0 for c, _ in running}), upper=0
-                )
-            total = added(total, {spared: -1.0})
-        return total
-
-    def _largest(self, held: Sequence[int], running: Sequence[tuple[int, LayerClass]]) -> Terms:
-        columns = self.columns
         sizes = sorted({layers.layer_bytes for _, layers in running}, reverse=True)
+        count = sum(layers.count for _, layers in running)
+        buffers = min(1 + self.mode.prefetch, count)
+        window = columns.add(self.unit.of(buffers * sizes[0]))
+        few = columns.add(1, integer=True) if buffers < count else self.active
+        columns.most(few, 1, self.active)
+        streamed: Terms = {self.active: float(count)} | {held[c]: -1.0 for c, _ in running}
         largest: Terms = {self.active: self.unit.of(sizes[0])}
         before = self.active
         for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
-            full = columns.add(1, integer=True)
-            columns.most(full, 1, before)
-            for c, layers in running:
-                if layers.layer_bytes == size:
-                    columns.row({full: float(layers.count), held[c]: -1.0}, upper=0)
-            largest[full] = -self.unit.of(size - smaller)
-            before = full
-        return largest
+            full: Terms = {}
+            if smaller:
+                column = columns.add(1, integer=True)
+                columns.most(column, 1, before)
+                for c, layers in running:
+                    if layers.layer_bytes == size:
+                        columns.row({column: float(layers.count), held[c]: -1.0}, upper=0)
+                largest[column] = -self.unit.of(size - smaller)
+                full, before = {column: 1.0}, column
+            if_few = added(streamed, times(-buffers, full))
+            many: Terms = added({self.active: 1.0}, {few: -1.0})
+            bound = added(if_few, times(buffers - count, many))
+            columns.row(added({window: 1.0}, times(-self.unit.of(size), bound)), lower=0)
+        if few != self.active:
+            # The largest is no less than this if `few`, and no more than sizes[0].
+            if_many = added(largest, {few: -self.unit.of(sizes[0])})
+            columns.row(added({window: 1.0}, times(-buffers, if_many)), lower=0)
+            # Not needed, but tight: where all layers together are too large, `few` can't be.
+            total = sum(layers.count * layers.layer_bytes for _, layers in running)
+            layers_held = {held[c]: self.unit.of(layers.layer_bytes) for c, layers in running}
+            columns.row(added({window: 1.0, few: -self.unit.of(total)}, layers_held), lower=0)
+        return {window: 1.0}
 
     def device_bytes(self, place: Place) -> Terms:
         part = self.part
@@ -219,7 +220,8 @@ class Block:
         mine = chosen.mode == self.mode
         yield self.active, float(mine)
         tables = (chosen.retains, *chosen.resident, *chosen.retained)
-        for column, value in zip(self.counts(), (v for row in tables for v in row), strict=True):
+        values = (value for row in tables for value in row)
+        for column, value in zip(self.counts(), values, strict=True):
             yield column, float(value) if mine else 0.0
 
 
@@ -227,16 +229,18 @@ def seconds_per_byte(part: Part, mode: Mode, use: int) -> float:
     return mode.seconds_per_byte * (part.uses[use].exposure if mode.prefetch else 1.0)
 
 
-def modes(part: Part) -> list[Mode]:
+def modes(part: Part, *, refuted: bool = False) -> list[Mode]:
     """Those that can be best, in the order in which ties are broken.
 
     One that prefetches no less, pins no less and is no faster than another takes no less in any
-    place with the same counts, so it is never chosen.
+    place with the same counts, so it is never chosen. Where no layer streams the depth of the
+    prefetch is no matter, unless choices were refuted, which tells them apart by it.
     """
     found: list[Mode] = []
     for mode in _in_order(part):
         is_open = part.pins.mode in (None, mode)
-        if is_open and not any(_covers(part, other, mode) for other in found):
+        better = (other for other in found if _covers(part, other, mode))
+        if is_open and not any(not refuted or o.prefetch <= mode.prefetch for o in better):
             found.append(mode)
     return found
 
@@ -247,21 +251,22 @@ def mode_rank(part: Part, mode: Mode) -> int:
 
 
 def _in_order(part: Part) -> list[Mode]:
-    return sorted(
-        part.modes,
-        key=lambda mode: (mode.prefetch, mode.host_bytes, mode.seconds_per_byte, mode.pinned),
-    )
+    return sorted(part.modes, key=lambda mode: (*_costs(part, mode), mode.prefetch, mode.pinned))
 
 
 def _covers(part: Part, mode: Mode, other: Mode) -> bool:
-    return (
-        mode.prefetch <= other.prefetch
-        and mode.host_bytes <= other.host_bytes
-        and all(
-            seconds_per_byte(part, mode, use) <= seconds_per_byte(part, other, use)
-            for use in range(len(part.uses))
-        )
-    )
+    depth, host, _, *seconds = _costs(part, mode)
+    other_depth, other_host, _, *other_seconds = _costs(part, other)
+    is_fast = all(a <= b for a, b in zip(seconds, other_seconds, strict=True))
+    return depth <= other_depth and host <= other_host and is_fast
+
+
+def _costs(part: Part, mode: Mode) -> tuple[float, ...]:
+    """The window's depth where there is one, what is pinned, and seconds for a byte: added up over
+    the uses, and of each."""
+    streams = any(any(layers.runs) for layers in part.classes)
+    seconds = [seconds_per_byte(part, mode, use) for use in range(len(part.uses))]
+    return (mode.prefetch if streams else 0), mode.host_bytes, sum(seconds), *seconds
 
 
 def _pinned(part: Part) -> list[bool]:

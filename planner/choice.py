@@ -5,10 +5,10 @@ Decided in this order, each step among what the steps before leave equal:
     1  the least seconds of a request; from here on, up to 1 % more
     2  the fewest bytes held on the device
     3  the fewest bytes pinned on the host
-    4  the least seconds
-    5  shallow prefetch and few layers, in a fixed order
+    4  the least seconds; less than a ten-thousandth is decided by a fixed order, in which shallow
+       prefetch and few layers come first
 
-Every step is a mixed-integer program (`program.py`), and every answer is checked in integers.
+Each step is a mixed-integer program (`program.py`), and every answer is checked in integers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import time
 from dataclasses import dataclass, replace
 
 from .block import modes
-from .columns import Terms
+from .columns import Terms, added
 from .instance import Choice, Instance, nothing_retained
-from .program import Answer, Program
+from .program import FINE, Answer, Program
 from .unfit import Unfit as Unfit
 from .unfit import short, unfit
 
 SLACK = 0.01
 """The share of the best request's seconds that is given up for fewer bytes."""
 NEAR = 1e-9
-"""Seconds that differ by no more than this share are the same."""
+"""Of a request: what is not worth a difference."""
 SLIPS = 20
 """How often a room may be tightened after HiGHS exceeded it within its tolerance."""
 
@@ -44,7 +44,8 @@ class Chosen:
     held_bytes: int
     host_bytes: int
     proven: bool
-    """Whether every step was solved to its end; else time was up, and this is the best so far."""
+    """Whether every step was solved to its end; else time was up, or sizes were too odd for
+    floats, and this is the best that was found."""
 
     @property
     def gap(self) -> float:
@@ -64,6 +65,9 @@ def choose(
     deadline = time.perf_counter() + time_limit_s
     if (lacking := unfit(instance)) is not None:
         return lacking
+    if not instance.parts and instance.fits(()):
+        fixed_s = instance.fixed_seconds
+        return Chosen((), fixed_s, fixed_s, fixed_s, 0, 0, proven=True)
     program = Program(instance)
     fastest = _fastest(program, start, deadline)
     if fastest.choice is None:
@@ -79,7 +83,7 @@ def choose(
         min(bound_s, best_s),
         instance.held_bytes(best),
         instance.host_bytes(best),
-        proven and fastest.optimal,
+        proven and fastest.optimal and not program.is_tightened,
     )
 
 
@@ -93,12 +97,11 @@ def _fastest(program: Program, start: Choice | None, deadline: float) -> Answer:
     streamed = tuple(nothing_retained(part, modes(part)[0]) for part in instance.parts)
     begin = next((each for each in (start, streamed) if each and instance.fits(each)), None)
     seconds = program.seconds()
-    answer = _solve(program, seconds, NEAR, deadline, begin or start)
+    answer = _solve(program, seconds, FINE, deadline, begin or start)
+    if answer.choice is None and begin is not None:
+        return replace(answer, choice=begin, optimal=False, bound=0.0)
     if answer.choice is None and not answer.infeasible:
-        if begin is None:
-            found = _solve(program, {}, 0.0, math.inf)
-            return replace(found, bound=answer.bound, optimal=False)
-        return replace(answer, choice=begin)
+        return replace(_solve(program, {}, 0.0, math.inf), optimal=False, bound=0.0)
     return answer
 
 
@@ -107,15 +110,12 @@ def _smallest(program: Program, fastest: Choice, deadline: float) -> tuple[Choic
     instance, best = program.instance, fastest
     seconds, held, host = program.seconds(), program.held_bytes(), program.host_bytes()
 
-    def limit_seconds(most_s: float) -> None:
-        program.limit(seconds, (most_s - instance.fixed_seconds) * program.per_second)
-
-    limit_seconds(most_seconds(instance.seconds(fastest)))
+    most_s = most_seconds(instance.seconds(fastest))
+    program.limit(seconds, (most_s - instance.fixed_seconds) * program.per_second)
     for objective, within in (
         (held, program.bytes.half_step),
         (host, program.hosts.half_step),
-        (seconds, NEAR),
-        (program.order(), 0.5),
+        (added(seconds, program.order()), FINE),
     ):
         if objective is host and len(set(host.values())) == 1:
             continue
@@ -127,8 +127,6 @@ def _smallest(program: Program, fastest: Choice, deadline: float) -> tuple[Choic
             program.limit(held, program.bytes.limit(instance.held_bytes(best)))
         elif objective is host:
             program.limit(host, program.hosts.limit(instance.host_bytes(best)))
-        elif objective is seconds:
-            limit_seconds(instance.seconds(best) * (1 + NEAR))
     return best, True
 
 

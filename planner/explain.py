@@ -56,7 +56,7 @@ def explain(settlement: Settlement, card: Card) -> Explanation | None:
         one_more_gib=_worth(instance, choice),
         frontier=tuple(_frontier(measured, instance, choice, card)),
         pins=tuple(_pin_costs(measured, instance, seconds)),
-        host=_host(instance, choice),
+        host=_host(measured, choice),
         copy_s=seconds,
         baseline_copy_s=instance.seconds(measured.baseline),
         bound_s=seconds if chosen is None else min(chosen.bound_s, seconds),
@@ -98,6 +98,8 @@ def binding_place(measured: Measured, instance: Instance) -> Place | None:
 
 def _stops(measured: Measured, instance: Instance, choice: Choice) -> Iterator[ComponentStop]:
     for number, part in enumerate(measured.parts):
+        if part.stays and measured.pin(part) is None:
+            continue
         chosen = choice[number]
         for u, use in enumerate(part.uses):
             running = [each.count if each.runs[u] else 0 for each in part.classes]
@@ -127,7 +129,7 @@ def _why(
 ) -> _Told:
     part = measured.parts[number]
     if step is None:
-        whole = part.sized or not part.left_out
+        whole = not part.stays and (part.sized or not part.left_out)
         return Stop.WHOLE if whole else Stop.PINNED, None, None, None
     grown = (*choice[:number], step, *choice[number + 1 :])
     taken = [
@@ -217,7 +219,7 @@ def _frontier(
     larger = sorted(size for size in sizes if size > card.total_bytes)[:_FRONTIER_STEPS]
     for size in smaller:
         yield _point(measured, size, sizes[size], size - card.total_bytes)
-    yield _at(instance, choice, card.total_bytes, card.name, fits=True)
+    yield _at(measured, instance, choice, card.total_bytes, card.name, fits=True)
     for size in larger:
         yield _point(measured, size, sizes[size], size - card.total_bytes)
 
@@ -230,14 +232,22 @@ def _point(measured: Measured, size: int, name: str, more_bytes: int) -> Frontie
     )
     chosen = choose(rooms) if fits else None
     choice = chosen.choice if isinstance(chosen, Chosen) else measured.baseline
-    return _at(rooms, choice, size, name, fits=fits)
+    return _at(measured, rooms, choice, size, name, fits=fits)
 
 
 def _at(
-    instance: Instance, choice: Choice, size: int, name: str | None, *, fits: bool
+    measured: Measured,
+    instance: Instance,
+    choice: Choice,
+    size: int,
+    name: str | None,
+    *,
+    fits: bool,
 ) -> FrontierPoint:
     retained = resident = copied = 0
-    for part, chosen in zip(instance.parts, choice, strict=True):
+    for number, (part, chosen) in enumerate(zip(instance.parts, choice, strict=True)):
+        if measured.parts[number].stays:
+            continue
         for u in range(len(part.uses)):
             kept = chosen.retained[u]
             held = _held(part, chosen, u)
@@ -259,29 +269,31 @@ def _at(
 
 def _pin_costs(measured: Measured, instance: Instance, seconds: float) -> Iterator[PinCost]:
     for number, part in enumerate(measured.parts):
-        if part.sized or not part.classes:
+        pin = measured.pin(part)
+        if pin is None or not part.classes:
             continue
-        numbers = instance.parts[number]
         parts = list(instance.parts)
-        parts[number] = replace(numbers, pins=Pins())
+        parts[number] = replace(instance.parts[number], pins=Pins())
         free = choose(replace(instance, parts=tuple(parts)))
         if isinstance(free, Chosen):
-            counts = sum(numbers.pins.resident or ())
-            yield PinCost(
-                component=part.component,
-                pin=f"{counts} resident layers of {part.component}",
-                seconds=max(seconds - free.seconds, 0.0),
-            )
+            saved = max(seconds - free.seconds, 0.0)
+            yield PinCost(component=part.component, pin=pin, seconds=saved)
 
 
-def _host(instance: Instance, choice: Choice) -> HostPlan:
-    pinned = {
-        part.component: chosen.mode.pinned
-        for part, chosen in zip(instance.parts, choice, strict=True)
-    }
+def _host(measured: Measured, choice: Choice) -> HostPlan:
+    instance = measured.instance
+    moved = [
+        (part, chosen)
+        for part, chosen in zip(measured.parts, choice, strict=True)
+        if not part.stays
+    ]
+    pinned = {part.component: chosen.mode.pinned for part, chosen in moved}
     return HostPlan(
         budget_bytes=instance.host_budget_bytes,
-        charged_bytes=instance.host_bytes(choice),
+        charged_bytes=sum(
+            part.placement.pinned_charge_bytes for part, chosen in moved if chosen.mode.pinned
+        ),
+        wanted_bytes=sum(part.placement.pinned_charge_bytes for part, _ in moved),
         pinned=tuple(name for name, is_pinned in pinned.items() if is_pinned),
         pageable=tuple(name for name, is_pinned in pinned.items() if not is_pinned),
     )

@@ -80,6 +80,8 @@ class HostPlan(Value):
     budget_bytes: int | None
     charged_bytes: int
     """For pinned masters, after rounding to powers of two."""
+    wanted_bytes: int
+    """What pinning all of them would be charged."""
     pinned: tuple[str, ...]
     pageable: tuple[str, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..offload.device import Device
 from ..offload.errors import OffloadError
@@ -66,14 +66,17 @@ class Installation:
         declared = self.placements[use.component].resident_set
         return declared if use.resident_layers is None else use.resident_layers
 
-    def h2d_bytes(self, shape: Shape, swept_bytes: int) -> int:
-        """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps."""
+    def h2d_bytes(self, shape: Shape, swept_bytes: int, uses: Iterable[ComponentUse]) -> int:
+        """Bytes of a request at `shape`, from those of a sweep's request, which has fewer steps.
+
+        `uses` are as they were in the sweep.
+        """
         served = self.served_passes(shape)
         more = 0
-        for (phase, component), passes in self.warmup.passes(shape).items():
-            use = self.graph.uses_in(phase)[component]
-            a_pass = self.placements[component].pass_bytes(self._held(use, passes))
-            more += a_pass * (served[phase, component] - passes)
+        for use in uses:
+            passes = self.warmup.passes(shape)[use.phase, use.component]
+            a_pass = self.placements[use.component].pass_bytes(self._held(use, passes))
+            more += a_pass * (served[use.phase, use.component] - passes)
         return swept_bytes + more
 
     def served_passes(self, shape: Shape) -> dict[tuple[str, str], int]:

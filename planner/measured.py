@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..offload.layerwise import LayerwiseOffload
-from ..offload.placement import Placement
+from ..offload.errors import UnknownNameError
+from ..offload.placement import Placement, Resident
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from ..phases.use import ComponentUse
@@ -28,16 +28,16 @@ from .instance import (
     UseSpan,
     nothing_retained,
 )
-from .plan import Verdict
+from .plan import UsePlan, Verdict
 from .pricing import PAGEABLE_FACTOR, Pricing
 from .validation import Judgement
 
 
 class MeasuredPart:
-    """One component that leaves the device between its uses, with the layers behind each class.
+    """One component, with the layers behind each class.
 
     `sized`: its sets are the planner's to choose; else they are the declared ones, and only
-    whether they are retained is open.
+    whether they are retained is open. `stays`: not even that, it never leaves the device.
     """
 
     def __init__(
@@ -53,20 +53,19 @@ class MeasuredPart:
         self.placement = placement
         self.uses = tuple(uses)
         self.sized = sized
+        self.stays = isinstance(placement, Resident)
         self.classes: list[LayerClass] = []
         self.layers: list[tuple[int, ...]] = []
         """For each class, the layers in it, in order."""
-        if isinstance(placement, LayerwiseOffload):
-            self._classify(placement, layers_run)
+        self._classify(layers_run)
 
-    def _classify(
-        self,
-        placement: LayerwiseOffload,
-        layers_run: Mapping[tuple[str, str], frozenset[int]],
-    ) -> None:
+    def _classify(self, layers_run: Mapping[tuple[str, str], frozenset[int]]) -> None:
         alike: dict[tuple[str, int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
-        for i, layer in enumerate(placement.layers):
-            runs = tuple(i in layers_run[use.phase, use.component] for use in self.uses)
+        for i, layer in enumerate(self.placement.layers):
+            # Which layers run is seen where they are streamed; of others all are taken to.
+            runs = tuple(
+                self.stays or i in layers_run[use.phase, use.component] for use in self.uses
+            )
             alike[layer.group, layer.buffer_bytes, layer.copy_bytes, runs].append(i)
         for (group, buffer_bytes, copy_bytes, runs), layers in alike.items():
             self.classes.append(LayerClass(group, len(layers), buffer_bytes, copy_bytes, runs))
@@ -90,8 +89,8 @@ class MeasuredPart:
     def pins(self) -> Pins:
         if self.sized:
             return Pins()
-        counts = self._counts(self.placement.resident_set)
-        return Pins(resident=counts, retained=counts)
+        counts = self.counts(self.placement.resident_set)
+        return Pins(resident=counts, retained=counts, retains=True if self.stays else None)
 
     @property
     def left_out(self) -> bool:
@@ -99,11 +98,12 @@ class MeasuredPart:
         return any(
             any(each.runs) and count < each.count
             for each, count in zip(
-                self.classes, self._counts(self.placement.resident_set), strict=True
+                self.classes, self.counts(self.placement.resident_set), strict=True
             )
         )
 
-    def _counts(self, layers: frozenset[int]) -> tuple[int, ...]:
+    def counts(self, layers: frozenset[int]) -> tuple[int, ...]:
+        """How many of each class are among `layers`."""
         return tuple(len(layers.intersection(members)) for members in self.layers)
 
     def resident(self, chosen: PartChoice, use: int) -> frozenset[int]:
@@ -144,6 +144,9 @@ class Measured:
         self.installation = installation
         self.headrooms = tuple(headrooms)
         self.pricing = pricing
+        for phase in pricing.exposures:
+            if phase not in installation.graph.phases:
+                raise UnknownNameError("phase", phase, installation.graph.phases)
         layers_run: dict[tuple[str, str], frozenset[int]] = defaultdict(frozenset)
         for run in baseline.runs:
             for trace in run.traces:
@@ -152,13 +155,22 @@ class Measured:
         self.parts = [
             MeasuredPart(name, placement, uses, layers_run, sized=name in sized)
             for name, placement in installation.placements.items()
-            if placement.retained_bytes and (uses := [*self._uses_of(name)])
+            if (uses := [*self._uses_of(name)])
         ]
         self.baseline: Choice = tuple(
             self._baseline(part, numbers)
             for part, numbers in zip(self.parts, map(self._part, self.parts), strict=True)
         )
+        self._fragmentation = [
+            run.fragmentation_bytes(phase)
+            for run in baseline.runs
+            for phase in installation.graph.phases
+        ]
         self.instance = self._instance()
+
+    def pin(self, part: MeasuredPart) -> str | None:
+        """What of a component the user fixed, in the words of the flag."""
+        return self.installation.declarations[part.component].pin
 
     def _uses_of(self, component: str) -> Iterator[ComponentUse]:
         return (use for use in self.installation.graph.uses if use.component == component)
@@ -214,20 +226,21 @@ class Measured:
     def _modes(self, part: MeasuredPart) -> Iterator[Mode]:
         prefetch = self.installation.prefetch
         cost = 1 / self.pricing.bytes_per_s
-        if self.pricing.host_budget_bytes is None:
+        if self.pricing.host_budget_bytes is None or part.stays:
             yield Mode(prefetch, True, cost, 0)
             return
         yield Mode(prefetch, True, cost, part.placement.pinned_charge_bytes)
         yield Mode(prefetch, False, cost * PAGEABLE_FACTOR, 0)
 
     def _baseline(self, part: MeasuredPart, numbers: Part) -> PartChoice:
-        """Nothing retained; what is declared is held in uses of several passes."""
-        nothing = nothing_retained(numbers, numbers.modes[0])
-        return replace(nothing, retains=(False,) * len(numbers.uses))
+        """Nothing retained but what stays; what is declared is held in uses of several passes."""
+        return nothing_retained(numbers, numbers.modes[0])
 
     def uses(self, choice: Choice) -> Iterator[ComponentUse]:
         """Each use of a component that can retain, as the choice has it."""
         for part, chosen in zip(self.parts, choice, strict=True):
+            if part.stays:
+                continue
             for u, use in enumerate(part.uses):
                 yield replace(
                     use,
@@ -236,10 +249,41 @@ class Measured:
                     retained_layers=part.retained(chosen, u) if part.sized else None,
                 )
 
+    def recalled(self, planned: Sequence[UsePlan]) -> Choice | None:
+        """The choice that an earlier plan made, in the classes of this measurement; None where
+        components or uses differ."""
+        plans = {(each.phase, each.component): each for each in planned}
+        choice = []
+        for part, numbers, baseline in zip(
+            self.parts, self.instance.parts, self.baseline, strict=True
+        ):
+            found = [plans.get((use.phase, use.component)) for use in part.uses]
+            if any(each is None for each in found):
+                return None
+            uses = [each for each in found if each is not None]
+            if part.stays:
+                choice.append(baseline)
+                continue
+            pinned = {each.pinned for each in uses}
+            mode = next((m for m in numbers.modes if {m.pinned} == pinned), None)
+            if mode is None:
+                return None
+            choice.append(
+                PartChoice(
+                    tuple(part.counts(frozenset(each.resident_set)) for each in uses),
+                    tuple(part.counts(frozenset(each.retained_set)) for each in uses),
+                    tuple(each.retain_resident_layers for each in uses),
+                    mode,
+                )
+            )
+        return tuple(choice)
+
     def describe(self, choice: Choice) -> str:
         """What a choice holds, in a few words."""
         told = []
         for part, chosen in zip(self.parts, choice, strict=True):
+            if part.stays:
+                continue
             for u in range(len(part.uses)):
                 retained, resident = len(part.retained(chosen, u)), len(part.resident(chosen, u))
                 if chosen.retains[u]:
@@ -249,16 +293,37 @@ class Measured:
                     told.append(f"to hold {resident} layers of {part.component}")
         return ", ".join(told) or "nothing retained"
 
-    def refuted(self, instance: Instance, candidate: Candidate, judgement: Judgement) -> Instance:
+    def refuted(
+        self, instance: Instance, candidate: Candidate, judgement: Judgement, *, again: bool
+    ) -> Instance:
         """`instance` without the candidate and all that takes as much where it was refuted.
 
-        What the failure says was missing is taken off as well: less can't be enough.
+        After it ran out of memory, what was missing is taken off there, and a whole layer at
+        least: less can't be enough, and a candidate that differs by a few bytes isn't worth a
+        sweep. `again`: another one ran out before; then peaks of allocated bytes are too hopeful
+        for this pipeline, and every phase is given what it was seen to lose to fragmentation.
         """
         if judgement.place is None:
             return replace(instance, refuted=(*instance.refuted, candidate.choice))
         place = self._place(judgement.place)
+        off = max(judgement.shortfall_bytes or 0, 1)
+        if judgement.verdict is Verdict.OOM:
+            layers = [each.layer_bytes for part in self.parts for each in part.classes]
+            off = max([off, *layers])
         taken = instance.device_bytes(candidate.choice, place)
-        return instance.lowered(place, taken - max(judgement.shortfall_bytes or 0, 1))
+        lowered = instance.lowered(place, taken - off)
+        return self._cautious(lowered) if again else lowered
+
+    def _cautious(self, instance: Instance) -> Instance:
+        """What each phase was seen to lose to fragmentation is taken off its room, as far as the
+        margin doesn't hold it already."""
+        for place, (headroom, lost) in enumerate(
+            zip(self.headrooms, self._fragmentation, strict=True)
+        ):
+            baseline = instance.device_bytes(self.baseline, place)
+            room = self.instance.places[place].room_bytes - max(lost - headroom.margin_bytes, 0)
+            instance = instance.lowered(place, max(room, baseline))
+        return instance
 
     def missing_bytes(self, candidate: Candidate, judgement: Judgement) -> int | None:
         """What was missing where the candidate failed: by the model, with the margin aside, and

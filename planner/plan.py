@@ -65,6 +65,12 @@ class UsePlan(Value):
     retained_layers: int
     """Of which held across the gap."""
     total_layers: int
+    resident_set: tuple[int, ...]
+    """The layers held during the use, counted over all groups."""
+    retained_set: tuple[int, ...]
+    """Of those, the layers held across the gap."""
+    pinned: bool
+    """Whether copies come from pinned host masters."""
     retained_bytes: int
     """Device bytes across the gap if this use retains; what it would take if it doesn't: the set
     that was declared, or all layers where it was to be sized."""

@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from .block import Block, mode_rank, modes
 from .columns import Columns, Terms, Unit, added, times
-from .instance import Choice, Instance, Part, Place, copy_seconds, nothing_retained
+from .instance import Choice, Instance, Part, Place
+from .order import MODE_WEIGHT, Order
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""
-ORDER = 1000
-"""In the order that breaks ties, one more of a later count weighs 1 to 2 times this."""
+FINE = 1e-8
+"""How exact seconds are minimised: of 1000 for a request that streams everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class Program:
         self.instance = instance
         self.columns = Columns()
         self.bytes = Unit(_sizes(instance.parts))
-        streamed = sum(
-            max(copy_seconds(part, nothing_retained(part, mode)) for mode in part.modes)
-            for part in instance.parts
-        )
-        self.per_second = 1000 / streamed if streamed else 1.0
+        self.ties = Order(instance)
+        self.per_second = 1000 / self.ties.streamed_s
         self.hosts = Unit(mode.host_bytes for part in instance.parts for mode in part.modes)
         self.parts = [
-            [Block(self.columns, self.bytes, part, mode) for mode in modes(part)]
+            [
+                Block(self.columns, self.bytes, part, mode)
+                for mode in modes(part, refuted=bool(instance.refuted))
+            ]
             for part in instance.parts
         ]
         for blocks in self.parts:
@@ -67,7 +68,9 @@ class Program:
         self._rows = self._rooms()
         if instance.host_budget_bytes is not None:
             self.columns.row(self.host_bytes(), upper=self.hosts.limit(instance.host_budget_bytes))
+        self.is_tightened = False
         self._highs: highspy.Highs | None = None
+        self._ended: npt.NDArray[np.float64] | None = None
 
     @property
     def blocks(self) -> Iterator[Block]:
@@ -132,16 +135,14 @@ class Program:
         return {block.active: self.hosts.of(block.mode.host_bytes) for block in self.blocks}
 
     def order(self) -> Terms:
-        """What ties are broken by in the end: shallow prefetch and few layers, in a fixed order."""
+        """What ties are broken by in the end, in the unit of `seconds`."""
         terms: Terms = {}
-        at = 0
-        for blocks in self.parts:
+        for blocks, weights in zip(self.parts, self.ties.weights(), strict=True):
             for block in blocks:
-                terms[block.active] = float(100 * ORDER * mode_rank(block.part, block.mode))
-                for i, column in enumerate(block.counts()):
-                    terms[column] = float(weight(at + i))
-            at += sum(1 for _ in blocks[0].counts())
-        return terms
+                terms[block.active] = float(MODE_WEIGHT * mode_rank(block.part, block.mode))
+                for column, weight in zip(block.counts(), weights, strict=True):
+                    terms[column] = float(weight)
+        return times(self.ties.unit_s * self.per_second, terms)
 
     def limit(self, terms: Terms, upper: float) -> None:
         self.columns.row(terms, upper=upper)
@@ -168,11 +169,14 @@ class Program:
         highs.setOptionValue("time_limit", max(deadline - time.perf_counter(), 0.0))
         if start is not None:
             highs.setSolution(*_entries(dict(self._written(start))))
+        elif self._ended is not None:
+            highs.setSolution(count, np.arange(count, dtype=np.int32), self._ended)
         answer = self._run(highs, cost, within)
         if not answer.optimal and answer.is_done:
             # HiGHS can return what it began from though it found better, but not without a start.
             highs.clearSolver()
-            answer = self._run(highs, cost, within)
+            again = self._run(highs, cost, within)
+            answer = again if again.choice is not None else answer
         return answer
 
     def _run(self, highs: highspy.Highs, cost: npt.NDArray[np.float64], within: float) -> Answer:
@@ -183,6 +187,7 @@ class Program:
         if info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible):
             values = np.array(highs.getSolution().col_value)
             found, value = self._read(values), float(cost @ values)
+            self._ended = values
         near = max(within, TOLERANCE * abs(value))
         return Answer(
             found,
@@ -194,6 +199,7 @@ class Program:
 
     def tighten(self, place: Place, excess_bytes: int) -> None:
         """Take the room of a place down by what HiGHS exceeded it, within its tolerance."""
+        self.is_tightened = True
         row = self._rows[place]
         terms, lower, upper = self.columns.rows[row]
         upper -= self.bytes.of(2 * excess_bytes)
@@ -255,17 +261,13 @@ _OPTIONS: dict[str, bool | int | float | str] = {
     "threads": 1,
     "parallel": "off",
     "random_seed": 0,
+    # With it, HiGHS 1.16 calls some of these programs infeasible that have solutions.
     "presolve": "off",
     "mip_rel_gap": 0.0,
     "mip_feasibility_tolerance": TOLERANCE,
     "primal_feasibility_tolerance": TOLERANCE,
     "dual_feasibility_tolerance": TOLERANCE,
 }
-
-
-def weight(position: int) -> int:
-    """Of a count in the order that breaks ties; fixed, and unlike that of others."""
-    return ORDER + 618 * (position + 1) % (ORDER - 1)
 
 
 def _entries(

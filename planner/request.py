@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..offload.cards import Card
 from ..phases.shape import Shape
+from .report import Report
 
 MIB = 1 << 20
 
@@ -41,6 +42,9 @@ class PlanRequest:
     """Phase → the share of copy time that isn't hidden behind compute, 0 to 1; 1 if not said."""
     host_bytes: int | None = None
     """For pinned host masters; None: all are pinned, and not counted."""
+    previous: Report | None = None
+    """Of the last start: what it committed for a card is kept where only the reading of free
+    memory wobbles."""
     prefetch: int = 1
     expandable_segments: bool = False
     """Simulate the allocator's expandable segments, which lose less to fragmentation."""

@@ -17,7 +17,7 @@ from ..phases.family import Family, find_family
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from .account import account
-from .plan import Plan
+from .plan import Plan, UsePlan
 from .pricing import Pricing
 from .report import Report
 from .request import Listener, PlanRequest, Progress
@@ -66,6 +66,7 @@ def _plan_card(
         sized=_sized(request, declarations, pipeline),
         explore=request.explore,
         prefetch=request.prefetch,
+        previous=_previous(request, card),
     )
     with device:
         settlement = settle(pipeline, device, settings, listen=tell)
@@ -80,6 +81,11 @@ def _plan_card(
     del settlement
     gc.collect()
     return made
+
+
+def _previous(request: PlanRequest, card: Card) -> tuple[UsePlan, ...]:
+    plans = () if request.previous is None else request.previous.plans
+    return next((made.uses for made in plans if made.card == card.name), ())
 
 
 def _sized(

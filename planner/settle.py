@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..offload.device import Device
+from ..offload.host import HostBudget
 from ..phases.declaration import Declaration
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.headroom import Headroom
@@ -18,9 +19,10 @@ from .choice import Chosen, choose
 from .installation import Installation
 from .instance import Instance
 from .measured import Measured
-from .plan import Verdict
+from .plan import UsePlan, Verdict
 from .pricing import Pricing
-from .transaction import Assign, Transaction
+from .stability import kept
+from .transaction import Assign, Operation, Pin, Transaction
 from .unfit import Unfit
 from .validation import Judgement, judge
 
@@ -45,6 +47,8 @@ class Settings:
     attempts: int = 8
     """Candidates that are tried at most, the explored ones aside."""
     prefetch: int = 1
+    previous: tuple[UsePlan, ...] = ()
+    """What was committed at the last start: kept where only the reading of free memory wobbles."""
     measure_only: bool = False
     """End with the headroom of the baseline."""
 
@@ -173,6 +177,8 @@ def _propose(settlement: Settlement, settings: Settings, listen: Callable[[str],
     while tried < settings.attempts:
         assert settlement.instance is not None
         chosen = choose(settlement.instance)
+        if not settlement.tries:
+            chosen = _recalled(settings, measured, chosen) or chosen
         settlement.chosen = None if isinstance(chosen, Unfit) else chosen
         best = measured.baseline if settlement.chosen is None else settlement.chosen.choice
         if explored < settings.explore:
@@ -189,6 +195,38 @@ def _propose(settlement: Settlement, settings: Settings, listen: Callable[[str],
         if _try(settlement, settings, measured, settlement.chosen, listen):
             return
     settlement.chosen = None
+
+
+def _operations(
+    settlement: Settlement, measured: Measured, candidate: Candidate
+) -> Iterator[Operation]:
+    installation = settlement.installation
+    budget = measured.pricing.host_budget_bytes
+    if budget is not None:
+        host = HostBudget(budget)
+        for part, chosen in zip(measured.parts, candidate.choice, strict=True):
+            if chosen.mode.pinned and not part.stays:
+                yield Pin(part.placement, host)
+    for use in candidate.uses:
+        yield Assign(installation.graph, use, installation.placements[use.component])
+
+
+def _recalled(settings: Settings, measured: Measured, chosen: Chosen | Unfit) -> Chosen | None:
+    """The choice of the last start, where it is to be kept instead of `chosen`."""
+    previous = measured.recalled(settings.previous) if settings.previous else None
+    if previous is None or isinstance(chosen, Unfit):
+        return None
+    choice = kept(measured.instance, previous)
+    if choice is None:
+        return None
+    instance = measured.instance
+    return replace(
+        chosen,
+        choice=choice,
+        seconds=instance.seconds(choice),
+        held_bytes=instance.held_bytes(choice),
+        host_bytes=instance.host_bytes(choice),
+    )
 
 
 def _unlimited(settlement: Settlement, measured: Measured) -> Instance:
@@ -221,12 +259,7 @@ def _try(
     candidate = Candidate(chosen.choice, tuple(measured.uses(chosen.choice)))
     listen(f"trying {measured.describe(candidate.choice)}")
     transaction = Transaction(
-        installation.pipeline,
-        installation.device,
-        [
-            Assign(installation.graph, use, installation.placements[use.component])
-            for use in candidate.uses
-        ],
+        installation.pipeline, installation.device, [*_operations(settlement, measured, candidate)]
     )
     try:
         transaction.apply()
@@ -242,7 +275,8 @@ def _try(
     else:
         del sweep
         transaction.rollback()
-        settlement.instance = measured.refuted(instance, candidate, judgement)
+        again = any(each.judgement.verdict is Verdict.OOM for each in settlement.tries)
+        settlement.instance = measured.refuted(instance, candidate, judgement, again=again)
     settlement.tries.append(
         Try(
             candidate,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ..offload.device import Device
 from ..offload.errors import RollbackError
+from ..offload.host import HostBudget
 from ..offload.placement import Placement
 from ..phases.conductor import Conductor
 from ..phases.diffusers import DiffusersPipeline
@@ -80,6 +81,18 @@ class Assign(Operation):
     def revert(self) -> None:
         self.graph.assign(self.before)
         self.placement.release_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Operation):
+    placement: Placement
+    budget: HostBudget
+
+    def apply(self) -> None:
+        self.placement.pin_masters(self.budget)
+
+    def revert(self) -> None:
+        self.placement.unpin_masters()
 
 
 class Transaction:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .instance import Choice, Instance, Part, Pins, Place, nothing_retained
-from .program import Program
+from .program import FINE, Program
 
 
 class Lack(StrEnum):
@@ -81,11 +81,12 @@ def short(instance: Instance) -> Unfit:
     assert answer.choice is not None, "rooms of any size fit something"
     short_bytes, place = _worst(instance, answer.choice)
     if short_bytes <= 0:
+        assert instance.refuted, "there is a choice that fits, and it was not found"
         return Unfit(Lack.REFUTED, pinned=_pins(instance))
     # Of those that come as close, the one that holds least, so as to say "everything streamed".
     program.limit(program.shortage, program.bytes.of(short_bytes) + near)
-    held = program.minimise(program.held_bytes(), within=program.bytes.half_step, deadline=math.inf)
-    closest = held.choice or answer.choice
+    least = program.minimise(program.order(), within=FINE, deadline=math.inf)
+    closest = least.choice or answer.choice
     short_bytes, place = _worst(instance, closest)
     return Unfit(
         Lack.ROOM,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...planner.explanation import Explanation, HostPlan, PinCost, Worth
 from ...planner.plan import Plan
-from .units import format_bytes, format_exact, format_rate, format_seconds
+from .units import NEGLIGIBLE_S, format_bytes, format_exact, format_rate, format_seconds
 from .words import place
 
 Fact = tuple[str, str]
@@ -45,40 +45,41 @@ def _binding(explained: Explanation) -> str:
 def _worth(worth: Worth | None) -> str:
     if worth is None:
         return "what it would change is not known"
-    if not worth.layers and not worth.seconds:
+    saves = worth.seconds > NEGLIGIBLE_S
+    if not worth.layers and not saves:
         return "would change nothing"
     more = abs(worth.layers)
     held = f"{more} {'more' if worth.layers > 0 else 'fewer'} layer{'' if more == 1 else 's'}"
-    saved = f"save {format_seconds(worth.seconds)} a request" if worth.seconds else "save no copy"
+    saved = f"save {format_seconds(worth.seconds)} a request" if saves else "save no copy"
     return f"would hold {held if more else 'as many layers, but others,'} and {saved}"
 
 
 def _pin(pin: PinCost) -> str:
     name = pin.pin.partition("=")[0]
     what = pin.pin if name == pin.component else f"{pin.pin} (for {pin.component})"
-    if not pin.seconds:
+    if pin.seconds < NEGLIGIBLE_S:
         return f"{what} costs nothing"
     seconds = format_seconds(pin.seconds)
     return f"{what} costs {seconds} a request: the best plan without it saves so much more"
 
 
 def _host(host: HostPlan) -> str:
-    charged = f"{format_bytes(host.charged_bytes)} pinned, after rounding to powers of two"
-    if host.budget_bytes is None:
-        budget = "no budget was given"
-    else:
+    told = ["no budget was given"]
+    if host.budget_bytes is not None:
         left = format_bytes(host.budget_bytes - host.charged_bytes)
-        budget = f"{format_bytes(host.budget_bytes)} budget, {left} left"
-    return (
-        f"{budget}; {charged}: {', '.join(host.pinned) or 'nothing'}; "
-        f"pageable{', which copies more slowly' if host.pageable else ''}: "
-        f"{', '.join(host.pageable) or 'nothing'}"
-    )
+        told = [f"{format_bytes(host.budget_bytes)} budget, {left} left"]
+    rounded = f"{format_bytes(host.charged_bytes)} pinned, after rounding to powers of two"
+    told.append(f"{rounded}: {', '.join(host.pinned)}" if host.pinned else "nothing pinned")
+    slower = "pageable, which copies more slowly"
+    told.append(f"{slower}: {', '.join(host.pageable)}" if host.pageable else "nothing pageable")
+    if host.pageable:
+        told.append(f"pinning all would take {format_bytes(host.wanted_bytes)}")
+    return "; ".join(told)
 
 
 def _copies(explained: Explanation) -> str:
     under, baseline = explained.copy_s, explained.baseline_copy_s
-    if under == baseline:
+    if abs(under - baseline) < NEGLIGIBLE_S:
         return f"{format_seconds(under)} a request, as in the baseline"
     change = format_seconds(abs(baseline - under))
     return (

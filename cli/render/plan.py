@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -9,7 +11,7 @@ from rich.text import Text
 from ...planner.plan import Attempt, Plan, UsePlan, Verdict
 from .heading import heading
 from .sets import stop_of, tried_sets
-from .table import add_row, make_table
+from .table import Align, add_row, make_table
 from .units import format_bytes, format_seconds
 from .words import VERDICTS, layer_count, reason
 
@@ -72,15 +74,16 @@ def _phases(plan: Plan) -> Table:
 
 def _uses(plan: Plan) -> Table:
     sized = plan.sizing == "auto"
+    counts: list[str | tuple[str, Align]] = [("layers", "right"), "retain"]
+    if sized:
+        counts = [(heading, "right") for heading in ("layers\nthat run", "held", "retained")]
     table = make_table(
         "Uses",
         "phase",
         "component",
-        *((("layers", "right"), ("run", "right"), ("held", "right")) if sized else ()),
-        ("retained" if sized else "layers", "right"),
-        "retain",
+        *counts,
         ("takes", "right"),
-        ("saves a request", "right"),
+        ("saves\na request" if sized else "saves a request", "right"),
         ("about", "right"),
         "why",
     )
@@ -89,8 +92,7 @@ def _uses(plan: Plan) -> Table:
             table,
             use.phase,
             use.component,
-            *(_sized(plan, use) if sized else [layer_count(use.resident_layers, use.total_layers)]),
-            Text("yes", "bold green") if use.retain_resident_layers else "no",
+            *(_sized(plan, use) if sized else _declared(use)),
             format_bytes(use.retained_bytes) if use.retained_bytes else "-",
             format_bytes(use.saved_h2d_bytes) if use.saved_h2d_bytes else "-",
             format_seconds(use.saved_s) if use.saved_h2d_bytes else "-",
@@ -99,12 +101,17 @@ def _uses(plan: Plan) -> Table:
     return table
 
 
-def _sized(plan: Plan, use: UsePlan) -> list[str]:
-    if not use.total_layers:
-        return ["-"] * 4
-    stop = stop_of(plan, use)
-    running = "-" if stop is None else str(stop.running_layers)
-    return [str(use.total_layers), running, str(use.resident_layers), str(use.retained_layers)]
+def _declared(use: UsePlan) -> Iterator[str | Text]:
+    yield layer_count(use.resident_layers, use.total_layers)
+    yield Text("yes", "bold green") if use.retain_resident_layers else "no"
+
+
+def _sized(plan: Plan, use: UsePlan) -> Iterator[str | Text]:
+    stop, layered = stop_of(plan, use), use.total_layers > 0
+    yield layer_count(stop.running_layers, use.total_layers) if stop else "-"
+    yield str(use.resident_layers) if layered else "-"
+    retained = str(use.retained_layers) if layered else "whole"
+    yield Text(retained, "bold green") if use.retain_resident_layers else "no"
 
 
 def _attempts(plan: Plan) -> Table:

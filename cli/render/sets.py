@@ -35,11 +35,11 @@ def stop_of(plan: Plan, use: UsePlan) -> ComponentStop | None:
 
 def retained_layers(plan: Plan, use: UsePlan) -> str:
     """`21 of 36 layers that run` where it was sized, `43 of 66 layers` where the user fixed it."""
-    stop = stop_of(plan, use)
-    retained, running, total = use.retained_layers, stop and stop.running_layers, use.total_layers
+    stop, retained, total = stop_of(plan, use), use.retained_layers, use.total_layers
     # Layers that the user fixed are any, and needn't run.
-    if not retained or running is None or fixed(plan, use.component):
+    if not retained or stop is None or fixed(plan, use.component):
         return layers(retained, total)
+    running = stop.running_layers
     told = f"all {running} layers" if retained == running else layers(retained, running)
     return told if running == total else f"{told} that run"
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ...planner.explanation import ComponentStop, Stop
 from ...planner.plan import Plan, Reason, UsePlan
-from .sets import fixed, retained_layers
+from .sets import fixed, retained_layers, stop_of
 from .table import add_row, make_table
 from .units import format_bytes
 from .words import layers, place, short_by
@@ -16,29 +16,33 @@ from .words import layers, place, short_by
 
 def stops_table(plan: Plan, stops: tuple[ComponentStop, ...]) -> Table:
     table = make_table("What stopped each component", "component", "phase", "what stopped it")
+    for use in plan.uses:
+        stop = stop_of(plan, use)
+        told = [_standing(plan, use, stop), _cause(plan, stop, use) if stop else _untold(use)]
+        add_row(table, use.component, use.phase, ": ".join(part for part in told if part))
+    places = [(use.component, use.phase) for use in plan.uses]
     for stop in stops:
-        add_row(table, stop.component, stop.phase, _sentence(plan, stop))
+        if (stop.component, stop.phase) not in places:
+            add_row(table, stop.component, stop.phase, _cause(plan, stop, None))
     return table
 
 
-def _sentence(plan: Plan, stop: ComponentStop) -> str:
-    place = (stop.component, stop.phase)
-    use = next(use for use in plan.uses if (use.component, use.phase) == place)
-    return f"{_standing(plan, stop, use)}: {_cause(plan, stop, use)}"
+def _untold(use: UsePlan) -> str:
+    return "" if use.reason is Reason.RESIDENT else "what stopped it is not known"
 
 
-def _standing(plan: Plan, stop: ComponentStop, use: UsePlan) -> str:
+def _standing(plan: Plan, use: UsePlan, stop: ComponentStop | None) -> str:
     """What is retained and held as it is."""
     if use.reason is Reason.RESIDENT:
         return "never leaves the card"
     sets = retained_layers(plan, use) if use.retain_resident_layers else "nothing"
-    if stop.passes > 1 and stop.resident_layers > stop.retained_layers:
+    if stop and stop.passes > 1 and stop.resident_layers > stop.retained_layers:
         held = layers(stop.resident_layers, use.total_layers)
         return f"holds {held} across its {stop.passes} passes, retains {sets}"
     return f"retains {sets}"
 
 
-def _cause(plan: Plan, stop: ComponentStop, use: UsePlan) -> str:
+def _cause(plan: Plan, stop: ComponentStop, use: UsePlan | None) -> str:
     size = "" if stop.step_bytes is None else f" ({format_bytes(stop.step_bytes)})"
     step = _step(plan, stop, use) + size
     match stop.stop:
@@ -58,12 +62,12 @@ def _cause(plan: Plan, stop: ComponentStop, use: UsePlan) -> str:
             assert_never(stop.stop)
 
 
-def _step(plan: Plan, stop: ComponentStop, use: UsePlan) -> str:
+def _step(plan: Plan, stop: ComponentStop, use: UsePlan | None) -> str:
     if fixed(plan, stop.component):
         return "what is declared"
     if not stop.running_layers:
         return "the whole"
-    if stop.resident_layers or use.retain_resident_layers:
+    if stop.resident_layers or (use and use.retain_resident_layers):
         return "one more layer"
     return "a first layer" if stop.passes > 1 else "a first layer with the weights in no layer"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NEGLIGIBLE_S = 5e-7
+"""Seconds below this are what sums of floats are apart."""
+
 _BINARY = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
@@ -18,8 +21,11 @@ def format_exact(size: int) -> str:
 
 def format_seconds(seconds: float, *, signed: bool = False) -> str:
     """`1.50 s`, `31 ms`; `signed` puts a plus before what is above 0."""
+    if abs(seconds) < NEGLIGIBLE_S:
+        return "0.00 s"
     sign = "+" if signed and seconds > 0 else ""
-    if 0 < abs(seconds) < 0.1:
+    # What would round to 100 ms is given as 0.10 s.
+    if abs(seconds) < 0.0995:
         return f"{sign}{seconds * 1000:.2g} ms"
     return f"{sign}{seconds:.2f} s"
 

@@ -61,14 +61,12 @@ def part(
         tuple(
             Mode(prefetch, pinned, seconds * (1 - prefetch / 100) / GIB, weights * pinned)
             for pinned, seconds in SECONDS_PER_GIB.items()
-            for prefetch in (0, 1, 2, 4)
+            for prefetch in (0, 1, 2)
         ),
     )
 
 
-def instance(
-    parts: list[tuple[str, dict[str, object]]], rooms_gib: list[list[float]]
-) -> Instance:
+def instance(parts: list[tuple[str, dict[str, object]]], rooms_gib: list[list[float]]) -> Instance:
     """One phase for each part, in order; rooms by phase and shape."""
     phases = [name for name, _ in parts]
     shapes = len(rooms_gib[0])

@@ -4,6 +4,7 @@ In Qwen-Image-2.1's text encoder 36 of 66 layers run, of 367 MiB each.
 """
 
 from canned import (
+    COMPONENTS,
     CONTEXT_BYTES,
     INFEASIBLE,
     MARGIN_BYTES,
@@ -28,6 +29,7 @@ from residency.planner.explanation import (
 )
 from residency.planner.plan import BytesPerRequest, Plan, Reason, SetPlan, Status, Verdict
 
+OPEN_COMPONENTS = (COMPONENTS[0].model_copy(update={"resident_layers": 0}), *COMPONENTS[1:])
 LAYER_BYTES = gib(0.3586)
 LAYERS = 36
 NON_LAYER_BYTES = gib(2.41)
@@ -61,8 +63,10 @@ def layers_that_fit(capacity_gib: float) -> int:
     return max(0, min(LAYERS, (room_bytes(capacity_gib) - NON_LAYER_BYTES) // LAYER_BYTES))
 
 
-def point(capacity_gib: float) -> FrontierPoint:
+def point(capacity_gib: float, pinned_bytes: int = 0) -> FrontierPoint:
     size = set_bytes(layers_that_fit(capacity_gib))
+    if pinned_bytes:
+        size = pinned_bytes if room_bytes(capacity_gib) >= pinned_bytes else 0
     return FrontierPoint(
         capacity_bytes=gib(capacity_gib),
         card=CARDS[capacity_gib],
@@ -117,7 +121,11 @@ def explanation(
             PinCost(component=pin.partition("=")[0], pin=pin, seconds=0.0) for pin in RESIDENT
         ),
         "host": HostPlan(
-            budget_bytes=None, charged_bytes=gib(22.5), pinned=("text_encoder",), pageable=()
+            budget_bytes=None,
+            charged_bytes=gib(22.5),
+            wanted_bytes=gib(22.5),
+            pinned=("text_encoder",),
+            pageable=(),
         ),
         "copy_s": seconds(ALL_BYTES - size),
         "baseline_copy_s": seconds(ALL_BYTES),
@@ -150,6 +158,7 @@ def sized(
         CARDS[capacity_gib] or "",
         capacity_gib,
         Status.COMMITTED,
+        components=COMPONENTS if layers == 43 else OPEN_COMPONENTS,
         uses=uses(use),
         phases=phases(gib(capacity_gib), size),
         attempts=(attempt(Verdict.ACCEPTED, sets=(tried,)),),
@@ -195,12 +204,13 @@ PIN_BINDS = sized(
         encoder_stop(Stop.PINNED, 43),
         pins=(
             PinCost(
-                component="text_encoder", pin="text_encoder=0.65", seconds=seconds(9 * LAYER_BYTES)
+                component="text_encoder",
+                pin="text_encoder=0.65",
+                seconds=seconds(set_bytes(32) - gib(11.33)),
             ),
             PinCost(component="transformer", pin="dit=resident", seconds=0.0),
         ),
-        copy_s=seconds(13 * LAYER_BYTES),
-        bound_s=seconds(13 * LAYER_BYTES),
+        frontier=tuple(point(each, gib(11.33)) for each in CARDS),
     ),
 )
 

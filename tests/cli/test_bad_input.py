@@ -48,9 +48,18 @@ BAD = {
         (*PLAN, "--layerwise-resident-layers", "text_encoder=nan"),
         "'nan' layers",
     ),
+    "a way to size that isn't one": ((*PLAN, "--size", "big"), "--size is 'big'"),
+    "an exposure without a value": ((*PLAN, "--exposure", "denoise"), "'denoise'"),
+    "an exposure above 1": ((*PLAN, "--exposure", "denoise=1.1"), "denoise '1.1'"),
+    "an exposure below 0": ((*PLAN, "--exposure", "denoise=-0.1"), "denoise '-0.1'"),
+    "an exposure in percent": ((*PLAN, "--exposure", "denoise=10%"), "denoise '10%'"),
+    "an exposure that is no number": ((*PLAN, "--exposure", "denoise=nan"), "denoise 'nan'"),
+    "a phase exposed twice": ((*PLAN, "--exposure", "denoise=0,denoise=1"), "denoise twice"),
+    "host memory that is no size": ((*PLAN, "--host-memory", "all"), "--host-memory is 'all'"),
     "a directory that isn't there": ((*PLAN, "--out", "missing/plan.json"), "missing"),
     "a directory as the file": ((*PLAN, "--out", "."), "is no file"),
     "a plan that isn't there": (("show", "plan.json"), "plan.json can't be read"),
+    "a plan to explain that isn't there": (("explain", "plan.json"), "plan.json can't be read"),
 }
 
 
@@ -87,6 +96,7 @@ def test_bad_input_ends_with_2_a_message_and_a_hint(
         (*PLAN, "--explore", "many"),
         (*PLAN, "--prefetch", "-1"),
         ("show",),
+        ("explain",),
         ("cards", "RTX 4090"),
         (),
     ],

@@ -25,6 +25,8 @@ def test_every_option_reaches_the_planner(run: Run, service: CannedService):
         *("--component-residency", "vae=resident"),
         *("--layerwise-resident-layers", "text_encoder=0.65"),
         *("--context", "400MiB", "--others", "1GB", "--margin", "2GiB"),
+        *("--size", "auto", "--host-memory", "48GiB"),
+        *("--exposure", "denoise=0.1,text_encode=1", "--exposure", "vae_decode=.5"),
         *("--explore", "2", "--prefetch", "3", "--tiny"),
     )
     assert (result.code, service.asked) == (
@@ -42,6 +44,9 @@ def test_every_option_reaches_the_planner(run: Run, service: CannedService):
             context_bytes=400 << 20,
             others_bytes=10**9,
             margin_bytes=2 << 30,
+            size="auto",
+            exposures={"denoise": 0.1, "text_encode": 1.0, "vae_decode": 0.5},
+            host_bytes=48 << 30,
             explore=2,
             prefetch=3,
             tiny=True,

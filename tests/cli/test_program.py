@@ -39,6 +39,7 @@ def saved(tmp_path: Path) -> str:
     [
         ("--help",),
         ("plan", "--help"),
+        ("explain", "--help"),
         ("--version",),
         ("cards",),
         ("plan", "qwen-image-2.1", "--card", "RTX 9999"),
@@ -50,8 +51,9 @@ def test_nothing_heavy_is_imported_before_there_is_something_to_plan(arguments: 
     assert not imported_by(*arguments).intersection(HEAVY)
 
 
-def test_showing_a_plan_imports_nothing_heavy(saved: str):
-    assert not imported_by("show", saved).intersection(HEAVY)
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_showing_a_plan_imports_nothing_heavy(saved: str, command: str):
+    assert not imported_by(command, saved).intersection(HEAVY)
 
 
 def test_help_takes_less_than_half_a_second():
@@ -63,7 +65,7 @@ def test_help_takes_less_than_half_a_second():
     assert min(once() for _ in range(3)) < 0.5
 
 
-@pytest.mark.parametrize("command", ["--help", "plan", "show", "cards"])
+@pytest.mark.parametrize("command", ["--help", "plan", "show", "explain", "cards"])
 def test_every_help_states_the_exit_codes(command: str):
     arguments = (command,) if command == "--help" else (command, "--help")
     text = subprocess.run((*PROGRAM, *arguments), capture_output=True, text=True).stdout

@@ -81,5 +81,18 @@ def test_seconds_below_a_tenth_are_milliseconds():
     ]
 
 
+def test_seconds_are_never_in_exponents_and_float_noise_is_none():
+    assert [format_seconds(s) for s in (0.0996, 1e-16, -1e-16)] == ["0.10 s", "0.00 s", "0.00 s"]
+
+
+def test_signed_seconds_say_more_or_less():
+    assert [format_seconds(s, signed=True) for s in (0.05, 0.5, 0, -0.5)] == [
+        "+50 ms",
+        "+0.50 s",
+        "0.00 s",
+        "-0.50 s",
+    ]
+
+
 def test_rates_are_decimal():
     assert format_rate(25.2e9) == "25.2 GB/s"

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from residency.planner.block import mode_rank
-from residency.planner.choice import NEAR, most_seconds
+from residency.planner.choice import most_seconds
 from residency.planner.instance import (
     Choice,
     Instance,
@@ -19,7 +18,7 @@ from residency.planner.instance import (
     exceeds,
     part_bytes,
 )
-from residency.planner.program import ORDER, weight
+from residency.planner.order import Order
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,8 @@ class Best:
     best_s: float
     held_bytes: int
     host_bytes: int
-    seconds: float
-    order: int
-    """Of the tie break: two choices with the same are both right."""
+    seconds_and_order: float
+    """Of the last step: two choices with the same are both right."""
 
 
 def part_choices(part: Part) -> Iterator[PartChoice]:
@@ -42,6 +40,11 @@ def part_choices(part: Part) -> Iterator[PartChoice]:
                 chosen = PartChoice(resident, retained, retains, mode)
                 if allows(part, chosen):
                     yield chosen
+
+
+def size(instance: Instance) -> int:
+    """Of the space: how many choices there are, whether or not they fit."""
+    return math.prod(sum(1 for _ in part_choices(part)) for part in instance.parts)
 
 
 def all_that_fit(instance: Instance) -> Iterator[tuple[Choice, float]]:
@@ -78,22 +81,9 @@ def best(instance: Instance) -> Best | None:
     left = [each for each in left if instance.held_bytes(each[0]) == held]
     host = min(instance.host_bytes(choice) for choice, _ in left)
     left = [each for each in left if instance.host_bytes(each[0]) == host]
-    seconds = min(seconds for _, seconds in left)
-    left = [each for each in left if each[1] <= seconds * (1 + NEAR)]
-    return Best(best_s, held, host, seconds, min(order(instance, choice) for choice, _ in left))
-
-
-def order(instance: Instance, choice: Choice) -> int:
-    total = at = 0
-    for part, chosen in zip(instance.parts, choice, strict=True):
-        total += 100 * ORDER * mode_rank(part, chosen.mode)
-        counts = [
-            *chosen.retains,
-            *(n for t in (chosen.resident, chosen.retained) for r in t for n in r),
-        ]
-        total += sum(weight(at + i) * count for i, count in enumerate(counts))
-        at += len(counts)
-    return total
+    order = Order(instance)
+    last = min(seconds + order.penalty_s(choice) for choice, seconds in left)
+    return Best(best_s, held, host, last)
 
 
 def shortest(instance: Instance) -> float:

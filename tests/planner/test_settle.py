@@ -68,11 +68,7 @@ def test_a_committed_plan_moves_less_and_exactly_what_was_said(family):
             )
             for use in range(len(part.uses))
         )
-        served = settlement.installation.h2d_bytes
-        moved = [settlement.baseline.runs[0].h2d_bytes, settlement.planned.runs[0].h2d_bytes]
-        assert before.h2d_bytes > after.h2d_bytes
-        assert saved == moved[0] - moved[1]
-        assert served(before.asked, moved[0]) - served(after.asked, moved[1]) == saved
+        assert saved == before.h2d_bytes - after.h2d_bytes > 0
         settlement.close()
 
 
