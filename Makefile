@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PACKAGES := cli cli/render offload offload/simulated phases planner
 
-.PHONY: plan test check bench
+.PHONY: plan test check bench sizes
 
 # One pipeline, one set of layers, two cards: opposite decisions.
 plan: $(VENV)/.ready
@@ -22,6 +22,10 @@ check: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.bench
+
+# What `--size auto` makes of each pipeline on each card: the table in the README.
+sizes: $(VENV)/.ready
+	$(BIN)/python -m tests.bench.sizes
 
 # The packages are installed as links to their files: a folder whose list of files has changed is
 # linked anew.

@@ -122,6 +122,7 @@ def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
         total_layers=placement.total_layers,
         resident_set=tuple(sorted(placement.resident_set)),
         retained_set=(),
+        prefetch=0,
         pinned=False,
         retained_bytes=0,
         saved_h2d_bytes=0,
@@ -160,6 +161,7 @@ def _streamed_use(
         total_layers=part.placement.total_layers,
         resident_set=tuple(sorted(part.resident(chosen, u))) if any(chosen.resident[u]) else (),
         retained_set=tuple(sorted(part.retained(chosen, u))) if chosen.retains[u] else (),
+        prefetch=chosen.mode.prefetch,
         pinned=chosen.mode.pinned,
         retained_bytes=numbers.non_layer_bytes
         + sum(c.layer_bytes * n for c, n in zip(part.classes, told.retained[u], strict=True)),
@@ -202,7 +204,7 @@ def _reason(
 
 def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:
     measured = settlement.measured
-    binding = None if measured is None else binding_place(measured, measured.instance)
+    binding = None if measured is None else binding_place(measured, settlement.committed)
     if measured is None:
         binding = min(
             range(len(headrooms)), key=lambda p: headrooms[p].headroom_bytes, default=None
@@ -214,8 +216,16 @@ def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[P
             peak_bytes=headroom.peak_bytes,
             headroom_bytes=headroom.headroom_bytes,
             retained_bytes=_added(settlement, place),
+            learnt_bytes=_learnt(settlement, place),
             binding=place == binding,
         )
+
+
+def _learnt(settlement: Settlement, place: Place) -> int:
+    measured, instance = settlement.measured, settlement.instance
+    if measured is None or instance is None:
+        return 0
+    return measured.instance.places[place].room_bytes - instance.places[place].room_bytes
 
 
 def _added(settlement: Settlement, place: Place) -> int:

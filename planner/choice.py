@@ -29,7 +29,7 @@ SLACK = 0.01
 NEAR = 1e-9
 """Of a request: what is not worth a difference."""
 SLIPS = 20
-"""How often a room may be tightened after HiGHS exceeded it within its tolerance."""
+"""How often what HiGHS finds may exceed a room by less than its floats tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Chosen:
     held_bytes: int
     host_bytes: int
     proven: bool
-    """Whether every step was solved to its end; else time was up, or sizes were too odd for
-    floats, and this is the best that was found."""
+    """Whether every step was solved to its end; else time was up, or too many choices exceed a
+    room by too little for floats, and this is the best that was found."""
 
     @property
     def gap(self) -> float:
@@ -83,7 +83,7 @@ def choose(
         min(bound_s, best_s),
         instance.held_bytes(best),
         instance.host_bytes(best),
-        proven and fastest.optimal and not program.is_tightened,
+        proven and fastest.optimal,
     )
 
 
@@ -139,15 +139,11 @@ def _solve(
 ) -> Answer:
     """An answer that fits in integers, or none."""
     instance = program.instance
-    first: Answer | None = None
     for _ in range(SLIPS):
         answer = program.minimise(objective, within=within, deadline=deadline, start=start)
-        first = first or answer
         if answer.choice is None or instance.fits(answer.choice):
-            return replace(answer, bound=first.bound)
+            return answer
         for place, room in enumerate(instance.places):
-            excess_bytes = instance.device_bytes(answer.choice, place) - room.room_bytes
-            if excess_bytes > 0:
-                program.tighten(place, excess_bytes)
-    assert first is not None
-    return replace(first, choice=None, optimal=False, is_done=False)
+            if instance.device_bytes(answer.choice, place) > room.room_bytes:
+                program.exclude(answer.choice, place)
+    return replace(answer, choice=None, optimal=False, is_done=False)

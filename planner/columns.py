@@ -30,9 +30,10 @@ class Unit:
     def of(self, amount: int) -> float:
         return amount / self.size
 
-    def limit(self, amount: int) -> float:
-        """Between the largest sum that `amount` admits and the next."""
-        return (amount // self.step * self.step) / self.size + self.half_step
+    def limit(self, amount: int, *, slack: float = 0.0) -> float:
+        """Between the largest sum that `amount` admits and the next, or more by `slack` of it."""
+        least = (amount // self.step * self.step) / self.size
+        return least + max(self.half_step, slack * abs(least))
 
 
 class Columns:

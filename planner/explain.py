@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..offload.cards import CARDS, Card
+from .candidate import Candidate
 from .choice import Chosen, choose
 from .explanation import (
     ComponentStop,
@@ -43,7 +44,7 @@ def explain(settlement: Settlement, card: Card) -> Explanation | None:
         return None
     committed = settlement.committed
     choice = measured.baseline if committed is None else committed.choice
-    binding = binding_place(measured, instance)
+    binding = binding_place(measured, committed)
     left = None
     if binding is not None:
         left = instance.places[binding].room_bytes - instance.device_bytes(choice, binding)
@@ -86,12 +87,14 @@ def _whole(part: MeasuredPart, numbers: Part, chosen: PartChoice) -> PartChoice:
     return PartChoice(counts, counts, (True,) * len(part.uses), chosen.mode)
 
 
-def binding_place(measured: Measured, instance: Instance) -> Place | None:
-    """Where everything together would lack the most, or leave the least."""
-    whole = everything(measured)
+def binding_place(measured: Measured, committed: Candidate | None) -> Place | None:
+    """Where the plan leaves the least; with nothing retained, where everything together would
+    lack the most."""
+    instance = measured.instance
+    choice = everything(measured) if committed is None else committed.choice
     return min(
         range(len(instance.places)),
-        key=lambda p: instance.places[p].room_bytes - instance.device_bytes(whole, p),
+        key=lambda p: instance.places[p].room_bytes - instance.device_bytes(choice, p),
         default=None,
     )
 

@@ -28,7 +28,7 @@ from .instance import (
     UseSpan,
     nothing_retained,
 )
-from .plan import UsePlan, Verdict
+from .plan import PhasePlan, UsePlan, Verdict
 from .pricing import PAGEABLE_FACTOR, Pricing
 from .validation import Judgement
 
@@ -224,17 +224,28 @@ class Measured:
         )
 
     def _modes(self, part: MeasuredPart) -> Iterator[Mode]:
-        prefetch = self.installation.prefetch
+        """As declared first. To fetch nothing ahead is a choice only where it is said what
+        fetching ahead hides: otherwise it would seem to cost nothing."""
+        depths = [self.installation.prefetch]
+        if part.sized and depths[0] and any(u.phase in self.pricing.exposures for u in part.uses):
+            depths.append(0)
         cost = 1 / self.pricing.bytes_per_s
-        if self.pricing.host_budget_bytes is None or part.stays:
-            yield Mode(prefetch, True, cost, 0)
-            return
-        yield Mode(prefetch, True, cost, part.placement.pinned_charge_bytes)
-        yield Mode(prefetch, False, cost * PAGEABLE_FACTOR, 0)
+        for depth in depths:
+            if self.pricing.host_budget_bytes is None or part.stays:
+                yield Mode(depth, True, cost, 0)
+            else:
+                yield Mode(depth, True, cost, part.placement.pinned_charge_bytes)
+                yield Mode(depth, False, cost * PAGEABLE_FACTOR, 0)
 
     def _baseline(self, part: MeasuredPart, numbers: Part) -> PartChoice:
-        """Nothing retained but what stays; what is declared is held in uses of several passes."""
-        return nothing_retained(numbers, numbers.modes[0])
+        """Nothing retained but what stays; what is declared is held in uses of several passes.
+
+        With a host budget the baseline is priced as pageable: what pinning saves is the plan's.
+        """
+        mode = min(
+            numbers.modes, key=lambda m: (m.prefetch != self.installation.prefetch, m.pinned)
+        )
+        return nothing_retained(numbers, mode)
 
     def uses(self, choice: Choice) -> Iterator[ComponentUse]:
         """Each use of a component that can retain, as the choice has it."""
@@ -265,7 +276,9 @@ class Measured:
                 choice.append(baseline)
                 continue
             pinned = {each.pinned for each in uses}
-            mode = next((m for m in numbers.modes if {m.pinned} == pinned), None)
+            prefetch = {each.prefetch for each in uses}
+            modes = (m for m in numbers.modes if {m.pinned} == pinned and {m.prefetch} == prefetch)
+            mode = next(modes, None)
             if mode is None:
                 return None
             choice.append(
@@ -277,6 +290,16 @@ class Measured:
                 )
             )
         return tuple(choice)
+
+    def learnt(self, phases: Sequence[PhasePlan]) -> Instance:
+        """The instance with what an earlier start's refutations taught of the same places."""
+        instance = self.instance
+        losses = {(each.name, each.shape): each.learnt_bytes for each in phases}
+        for place, room in enumerate(instance.places):
+            lost = losses.get((room.phase, room.shape), 0)
+            least = instance.device_bytes(self.baseline, place)
+            instance = instance.lowered(place, max(room.room_bytes - lost, least))
+        return instance
 
     def describe(self, choice: Choice) -> str:
         """What a choice holds, in a few words."""

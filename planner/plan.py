@@ -69,6 +69,8 @@ class UsePlan(Value):
     """The layers held during the use, counted over all groups."""
     retained_set: tuple[int, ...]
     """Of those, the layers held across the gap."""
+    prefetch: int
+    """Layers fetched ahead."""
     pinned: bool
     """Whether copies come from pinned host masters."""
     retained_bytes: int
@@ -95,6 +97,8 @@ class PhasePlan(Value):
     """capacity - others - context - peak - margin: what retained weights may take."""
     retained_bytes: int
     """What the plan adds to this phase."""
+    learnt_bytes: int
+    """What refutations took off the room that the model had for weights here."""
     binding: bool
     """The phase and shape that leaves retained sets the least room."""
 

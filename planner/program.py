@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from .block import Block, mode_rank, modes
 from .columns import Columns, Terms, Unit, added, times
-from .instance import Choice, Instance, Part, Place
+from .instance import Choice, Instance, Part, PartChoice, Place
 from .order import MODE_WEIGHT, Order
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""
+SLACK = 1e-6
+"""Of a room: HiGHS may cut off what fills it to the byte. What exceeds it is excluded when found."""
 FINE = 1e-8
 """How exact seconds are minimised: of 1000 for a request that streams everything."""
 
@@ -65,10 +67,9 @@ class Program:
         else:
             for choice in instance.refuted:
                 self._refute(choice)
-        self._rows = self._rooms()
+        self._limit_rooms()
         if instance.host_budget_bytes is not None:
             self.columns.row(self.host_bytes(), upper=self.hosts.limit(instance.host_budget_bytes))
-        self.is_tightened = False
         self._highs: highspy.Highs | None = None
         self._ended: npt.NDArray[np.float64] | None = None
 
@@ -76,25 +77,18 @@ class Program:
     def blocks(self) -> Iterator[Block]:
         return (block for blocks in self.parts for block in blocks)
 
-    def _rooms(self) -> dict[Place, int]:
-        """The row that each place is in."""
-        rows: dict[tuple[tuple[int, float], ...], int] = {}
-        found: dict[Place, int] = {}
+    def _limit_rooms(self) -> None:
+        least: dict[tuple[tuple[int, float], ...], float] = {}
         for place, room in enumerate(self.instance.places):
             terms = added(*(block.device_bytes(place) for block in self.blocks))
             terms = added(terms, times(-1, self.shortage))
-            key = tuple(terms.items())
-            upper = self.bytes.limit(room.room_bytes)
+            upper = self.bytes.limit(room.room_bytes, slack=SLACK)
             if self.shortage:
                 upper = self.bytes.of(room.room_bytes)
-            if key in rows:
-                known = self.columns.rows[rows[key]]
-                self.columns.rows[rows[key]] = (terms, known[1], min(known[2], upper))
-            else:
-                rows[key] = len(self.columns.rows)
-                self.columns.row(terms, upper=upper)
-            found[place] = rows[key]
-        return found
+            key = tuple(terms.items())
+            least[key] = min(least.get(key, upper), upper)
+        for key, upper in least.items():
+            self.columns.row(dict(key), upper=upper)
 
     def _refute(self, choice: Choice) -> None:
         below: Terms = {}
@@ -197,15 +191,43 @@ class Program:
             status == highspy.HighsModelStatus.kInfeasible,
         )
 
-    def tighten(self, place: Place, excess_bytes: int) -> None:
-        """Take the room of a place down by what HiGHS exceeded it, within its tolerance."""
-        self.is_tightened = True
-        row = self._rows[place]
-        terms, lower, upper = self.columns.rows[row]
-        upper -= self.bytes.of(2 * excess_bytes)
-        self.columns.rows[row] = (terms, lower, upper)
-        if self._highs is not None:
-            self._highs.changeRowBounds(row, lower, upper)
+    def exclude(self, choice: Choice, place: Place) -> None:
+        """Exclude all that is the same as `choice` in a place, where it doesn't fit."""
+        differs: Terms = {}
+        for blocks, chosen in zip(self.parts, choice, strict=True):
+            for use, span in enumerate(blocks[0].part.uses):
+                if place in span.places:
+                    others = (block.active for block in blocks if block.mode != chosen.mode)
+                    differs |= dict.fromkeys(others, 1.0)
+                elif place not in span.gap_places:
+                    continue
+                tables = [("retains", use), ("retained", use)]
+                if place in span.places:
+                    tables += [("resident", use), ("retained", use - 1)]
+                for name, at in dict.fromkeys(tables):
+                    differs |= self._differs(blocks, chosen, name, at)
+        self.columns.row(differs, lower=1)
+        self._highs = self._ended = None  # columns were added
+
+    def _differs(self, blocks: list[Block], chosen: PartChoice, name: str, use: int) -> Terms:
+        """Columns that can be 1 where a count of a table is less, or is more, than chosen."""
+        values = getattr(chosen, name)[use]
+        rows = [getattr(block, name)[use] for block in blocks]
+        if name == "retains":
+            values, rows = (int(values),), [[row] for row in rows]
+        found: Terms = {}
+        for c, value in enumerate(values):
+            counts = dict.fromkeys((row[c] for row in rows), 1.0)
+            most = 1 if name == "retains" else blocks[0].part.classes[c].count
+            if value > 0:
+                less = self.columns.add(1, integer=True)
+                self.columns.row({less: most - value + 1.0} | counts, upper=most)
+                found[less] = 1.0
+            if value < most:
+                more = self.columns.add(1, integer=True)
+                self.columns.row({more: -value - 1.0} | counts, lower=0)
+                found[more] = 1.0
+        return found
 
     def _passed(self) -> highspy.Highs:
         highs = _Silent()

@@ -17,7 +17,7 @@ from ..phases.family import Family, find_family
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from .account import account
-from .plan import Plan, UsePlan
+from .plan import Plan
 from .pricing import Pricing
 from .report import Report
 from .request import Listener, PlanRequest, Progress
@@ -83,9 +83,10 @@ def _plan_card(
     return made
 
 
-def _previous(request: PlanRequest, card: Card) -> tuple[UsePlan, ...]:
-    plans = () if request.previous is None else request.previous.plans
-    return next((made.uses for made in plans if made.card == card.name), ())
+def _previous(request: PlanRequest, card: Card) -> Plan | None:
+    if request.previous is None or request.previous.pipeline != request.pipeline:
+        return None
+    return next((made for made in request.previous.plans if made.card == card.name), None)
 
 
 def _sized(

@@ -9,6 +9,7 @@ import torch
 
 from ..offload.device import Device
 from ..offload.host import HostBudget
+from ..offload.layerwise import LayerwiseOffload
 from ..phases.declaration import Declaration
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.headroom import Headroom
@@ -19,10 +20,10 @@ from .choice import Chosen, choose
 from .installation import Installation
 from .instance import Instance
 from .measured import Measured
-from .plan import UsePlan, Verdict
+from .plan import Plan, Verdict
 from .pricing import Pricing
 from .stability import kept
-from .transaction import Assign, Operation, Pin, Transaction
+from .transaction import Assign, Operation, Pin, Prefetch, Transaction
 from .unfit import Unfit
 from .validation import Judgement, judge
 
@@ -47,8 +48,9 @@ class Settings:
     attempts: int = 8
     """Candidates that are tried at most, the explored ones aside."""
     prefetch: int = 1
-    previous: tuple[UsePlan, ...] = ()
-    """What was committed at the last start: kept where only the reading of free memory wobbles."""
+    previous: Plan | None = None
+    """Of the last start: kept where only the reading of free memory wobbles, and what refutations
+    taught then is known from the start."""
     measure_only: bool = False
     """End with the headroom of the baseline."""
 
@@ -167,6 +169,8 @@ def _measure(
         installation, baseline, settlement.headrooms, settings.pricing, settings.sized
     )
     settlement.instance = settlement.measured.instance
+    if settings.previous is not None:
+        settlement.instance = settlement.measured.learnt(settings.previous.phases)
     return None
 
 
@@ -174,13 +178,15 @@ def _propose(settlement: Settlement, settings: Settings, listen: Callable[[str],
     measured = settlement.measured
     assert measured is not None
     explored = tried = 0
+    start = measured.baseline
     while tried < settings.attempts:
         assert settlement.instance is not None
-        chosen = choose(settlement.instance)
+        chosen = choose(settlement.instance, start=start)
         if not settlement.tries:
             chosen = _recalled(settings, measured, chosen) or chosen
         settlement.chosen = None if isinstance(chosen, Unfit) else chosen
         best = measured.baseline if settlement.chosen is None else settlement.chosen.choice
+        start = best
         if explored < settings.explore:
             explored += 1
             beyond = choose(_unlimited(settlement, measured))
@@ -207,19 +213,23 @@ def _operations(
         for part, chosen in zip(measured.parts, candidate.choice, strict=True):
             if chosen.mode.pinned and not part.stays:
                 yield Pin(part.placement, host)
+    for part, chosen in zip(measured.parts, candidate.choice, strict=True):
+        if isinstance(part.placement, LayerwiseOffload):
+            yield Prefetch(part.placement, chosen.mode.prefetch)
     for use in candidate.uses:
         yield Assign(installation.graph, use, installation.placements[use.component])
 
 
 def _recalled(settings: Settings, measured: Measured, chosen: Chosen | Unfit) -> Chosen | None:
     """The choice of the last start, where it is to be kept instead of `chosen`."""
-    previous = measured.recalled(settings.previous) if settings.previous else None
-    if previous is None or isinstance(chosen, Unfit):
+    known = settings.previous
+    previous = None if known is None else measured.recalled(known.uses)
+    if known is None or previous is None or isinstance(chosen, Unfit):
         return None
-    choice = kept(measured.instance, previous)
+    instance = measured.learnt(known.phases)
+    choice = kept(instance, previous)
     if choice is None:
         return None
-    instance = measured.instance
     return replace(
         chosen,
         choice=choice,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..offload.device import Device
 from ..offload.errors import RollbackError
 from ..offload.host import HostBudget
+from ..offload.layerwise import LayerwiseOffload
 from ..offload.placement import Placement
 from ..phases.conductor import Conductor
 from ..phases.diffusers import DiffusersPipeline
@@ -81,6 +82,25 @@ class Assign(Operation):
     def revert(self) -> None:
         self.graph.assign(self.before)
         self.placement.release_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch(Operation):
+    """Sets how many layers are fetched ahead."""
+
+    placement: LayerwiseOffload
+    depth: int
+    before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", self.placement.prefetch)
+
+    def apply(self) -> None:
+        self.placement.prefetch = self.depth
+
+    def revert(self) -> None:
+        self.placement.release_all()
+        self.placement.prefetch = self.before
 
 
 @dataclass(frozen=True, slots=True)

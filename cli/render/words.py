@@ -54,7 +54,7 @@ def reason(use: UsePlan) -> str:
         case Reason.PARTLY_RETAINED if use.limiting_phase:
             return f"as many layers as fit{_where(use)}, validated"
         case Reason.PARTLY_RETAINED:
-            return "as many layers as are worth their bytes, validated"
+            return "as many layers as fit or are worth their bytes, validated"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
         case Reason.BASELINE_FAILED:

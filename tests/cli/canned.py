@@ -71,6 +71,7 @@ def resident_use(phase: str, component: str, layers: int) -> UsePlan:
         total_layers=layers,
         resident_set=(),
         retained_set=(),
+        prefetch=1,
         pinned=True,
         retained_bytes=0,
         saved_h2d_bytes=0,
@@ -93,6 +94,7 @@ def encoder_use(reason: Reason, saved_s: float, shortfall_bytes: int | None = No
         total_layers=66,
         resident_set=(),
         retained_set=(),
+        prefetch=1,
         pinned=True,
         retained_bytes=SET_BYTES,
         saved_h2d_bytes=gib(10.93),
@@ -112,6 +114,7 @@ def phases(capacity_bytes: int, retained_bytes: int) -> tuple[PhasePlan, ...]:
             peak_bytes=peak_bytes,
             headroom_bytes=capacity_bytes - CONTEXT_BYTES - peak_bytes - MARGIN_BYTES,
             retained_bytes=retained_bytes,
+            learnt_bytes=0,
             binding=name == "vae_decode",
         )
         for name, peak_bytes in PEAK_BYTES.items()

@@ -58,6 +58,7 @@ def phase(name: str) -> PhasePlan:
         peak_bytes=PEAK_BYTES[name],
         headroom_bytes=gib(23.52) - taken,
         retained_bytes=T5_BYTES + (HELD_BYTES if name == "denoise" else 0),
+        learnt_bytes=0,
         binding=name == "denoise",
     )
 
@@ -143,6 +144,7 @@ HOST_MEMORY_BINDS = plan(
             total_layers=24,
             resident_set=(),
             retained_set=(),
+            prefetch=1,
             pinned=True,
             retained_bytes=T5_BYTES,
             saved_h2d_bytes=T5_BYTES,
@@ -161,6 +163,7 @@ HOST_MEMORY_BINDS = plan(
             total_layers=57,
             resident_set=(),
             retained_set=(),
+            prefetch=1,
             pinned=True,
             retained_bytes=gib(22.17),
             saved_h2d_bytes=0,

@@ -48,7 +48,7 @@ def test_a_partly_retained_set_says_where_it_ends():
     use = encoder_use(Reason.PARTLY_RETAINED, 0.1).model_copy(update={"limiting_phase": "denoise"})
     assert reason(use) == "as many layers as fit in denoise, validated"
     use = use.model_copy(update={"limiting_phase": None})
-    assert reason(use) == "as many layers as are worth their bytes, validated"
+    assert reason(use) == "as many layers as fit or are worth their bytes, validated"
 
 
 def test_a_lack_of_headroom_is_told_of_the_least_that_could_be_retained():

@@ -5,12 +5,13 @@ import pytest
 import torch
 from bench_card import bench, each_family, tiny
 
-from residency.offload.errors import ShapeError
+from residency.offload.errors import ShapeError, UnknownNameError
 from residency.offload.simulated.faults import out_of_memory
 from residency.phases.shape import Shape
 from residency.phases.warmup import Warmup
 from residency.planner.instance import copied_bytes
 from residency.planner.plan import Verdict
+from residency.planner.pricing import Pricing
 from residency.planner.settle import Settlement, settle
 
 
@@ -225,6 +226,70 @@ def test_only_the_largest_shapes_are_swept():
         settlement = settle(test.pipeline, test.card, test.settings(shapes=shapes))
         assert [run.asked for run in settlement.baseline.runs] == [shapes[1]]
         settlement.close()
+
+
+def test_masters_are_pinned_as_far_as_the_host_budget_goes_and_unpinned_at_the_end():
+    with bench("qwen-image-2.1") as test:
+        sized = frozenset({"text_encoder", "transformer"})
+        free = settle(test.pipeline, test.card, test.settings(sized=sized))
+        wanted = {
+            part.component: part.placement.pinned_charge_bytes
+            for part in free.measured.parts
+            if not part.stays
+        }
+        free.close()
+        budget = max(wanted.values())
+        pricing = Pricing(1e9, "assumed", host_budget_bytes=budget)
+        settlement = settle(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
+        pinned = [
+            part.component
+            for part, chosen in zip(
+                settlement.measured.parts, settlement.committed.choice, strict=True
+            )
+            if chosen.mode.pinned and not part.stays
+        ]
+        assert test.card.pinned_bytes == sum(wanted[name] for name in pinned) <= budget
+        settlement.close()
+        del settlement
+        assert test.card.pinned_bytes == 0
+
+
+def test_to_fetch_nothing_ahead_is_a_choice_only_where_it_is_said_what_it_hides():
+    with bench("qwen-image-2.1") as test:
+        sized = frozenset({"transformer"})
+        unsaid = settle(test.pipeline, test.card, test.settings(sized=sized, measure_only=True))
+        assert {m.prefetch for p in unsaid.measured.instance.parts for m in p.modes} == {1}
+        unsaid.close()
+        pricing = Pricing(1e9, "assumed", {"denoise": 1.0})
+        said = settle(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
+        assert {m.prefetch for p in said.measured.instance.parts for m in p.modes} == {0, 1}
+        said.close()
+
+
+def test_an_exposure_of_a_phase_that_is_not_there_is_refused():
+    with bench("qwen-image-2.1") as test:
+        pricing = Pricing(1e9, "assumed", {"denois": 0.5})
+        with pytest.raises(UnknownNameError, match="no phase 'denois'") as refused:
+            settle(test.pipeline, test.card, test.settings(pricing=pricing))
+        assert "'denoise'" in refused.value.hint
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_each_phase_begins_without_cached_blocks():
+    with bench("qwen-image-2.1") as test:
+        reserved = []
+        released = test.card.release_cache
+
+        def watched() -> None:
+            released()
+            reserved.append(test.card.read())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(test.card, "release_cache", watched)
+            settle(test.pipeline, test.card, test.settings(measure_only=True)).close()
+        phases, requests = 3, 3  # one watched, two swept
+        assert len(reserved) >= phases * requests
+        assert all(each.reserved_bytes == each.allocated_bytes for each in reserved)
 
 
 def test_after_a_caught_oom_no_tensor_of_the_failed_attempt_is_alive():
