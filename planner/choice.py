@@ -22,14 +22,17 @@ from .columns import Terms, added
 from .instance import Choice, Instance, nothing_retained
 from .program import FINE, Answer, Program
 from .unfit import Unfit as Unfit
-from .unfit import short, unfit
+from .unfit import closest, short, unfit
 
 SLACK = 0.01
 """The share of the best request's seconds that is given up for fewer bytes."""
 NEAR = 1e-9
 """Of a request: what is not worth a difference."""
-SLIPS = 20
-"""How often what HiGHS finds may exceed a room by less than its floats tell apart."""
+ROOM_SLACK = 1e-6
+"""Of a room, given to HiGHS on top: it may cut off what fills a room to the byte. What exceeds a
+room is excluded when it is found."""
+SLIPS = 8
+"""How often it may be found; then the search is done again without the slack, and not proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,35 @@ def choose(
     if not instance.parts and instance.fits(()):
         fixed_s = instance.fixed_seconds
         return Chosen((), fixed_s, fixed_s, fixed_s, 0, 0, proven=True)
-    program = Program(instance)
-    fastest = _fastest(program, start, deadline)
-    if fastest.choice is None:
-        return short(instance)
+    loose = Program(instance, slack=ROOM_SLACK)
+    found = _chosen(loose, start, deadline)
+    if found is None and loose.is_slippery:
+        found = _chosen(Program(instance), start, deadline)
+        if found is not None:
+            found = replace(found, bound_s=instance.fixed_seconds, proven=False)
+    if found is not None:
+        return found
+    nearest = closest(instance)
+    if not instance.fits(nearest):
+        return short(instance, nearest)
+    seconds = instance.seconds(nearest)
+    held_bytes, host_bytes = instance.held_bytes(nearest), instance.host_bytes(nearest)
+    return Chosen(
+        nearest, seconds, seconds, instance.fixed_seconds, held_bytes, host_bytes, proven=False
+    )
 
+
+def _chosen(program: Program, start: Choice | None, deadline: float) -> Chosen | None:
+    """None where nothing was found, or the program turned out slippery."""
+    instance = program.instance
+    fastest = _fastest(program, start, deadline)
+    if fastest.choice is None or (program.is_slippery and program.slack):
+        return None
     best_s = instance.seconds(fastest.choice)
     bound_s = instance.fixed_seconds + max(fastest.bound / program.per_second, 0.0)
     best, proven = _smallest(program, fastest.choice, deadline)
+    if program.is_slippery and program.slack:
+        return None
     return Chosen(
         best,
         instance.seconds(best),
@@ -98,6 +122,8 @@ def _fastest(program: Program, start: Choice | None, deadline: float) -> Answer:
     begin = next((each for each in (start, streamed) if each and instance.fits(each)), None)
     seconds = program.seconds()
     answer = _solve(program, seconds, FINE, deadline, begin or start)
+    if program.is_slippery and program.slack:
+        return answer
     if answer.choice is None and begin is not None:
         return replace(answer, choice=begin, optimal=False, bound=0.0)
     if answer.choice is None and not answer.infeasible:
@@ -146,4 +172,5 @@ def _solve(
         for place, room in enumerate(instance.places):
             if instance.device_bytes(answer.choice, place) > room.room_bytes:
                 program.exclude(answer.choice, place)
+    program.is_slippery = True
     return replace(answer, choice=None, optimal=False, is_done=False)

@@ -331,8 +331,8 @@ class Measured:
         place = self._place(judgement.place)
         off = max(judgement.shortfall_bytes or 0, 1)
         if judgement.verdict is Verdict.OOM:
-            layers = [each.layer_bytes for part in self.parts for each in part.classes]
-            off = max([off, *layers])
+            moved = (part for part in self.parts if not part.stays)
+            off = max([off, *(each.layer_bytes for part in moved for each in part.classes)])
         taken = instance.device_bytes(candidate.choice, place)
         lowered = instance.lowered(place, taken - off)
         return self._cautious(lowered) if again else lowered

@@ -24,8 +24,6 @@ from .order import MODE_WEIGHT, Order
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""
-SLACK = 1e-6
-"""Of a room: HiGHS may cut off what fills it to the byte. What exceeds it is excluded when found."""
 FINE = 1e-8
 """How exact seconds are minimised: of 1000 for a request that streams everything."""
 
@@ -43,10 +41,13 @@ class Answer:
 
 
 class Program:
-    """With `elastic`, rooms may be exceeded by `shortage`, and nothing is refuted."""
+    """With `elastic`, rooms may be exceeded by `shortage`, and nothing is refuted. With `slack`, by
+    that share of them. `is_slippery` once too much was found that does."""
 
-    def __init__(self, instance: Instance, *, elastic: bool = False) -> None:
+    def __init__(self, instance: Instance, *, elastic: bool = False, slack: float = 0.0) -> None:
         self.instance = instance
+        self.slack = slack
+        self.is_slippery = False
         self.columns = Columns()
         self.bytes = Unit(_sizes(instance.parts))
         self.ties = Order(instance)
@@ -82,7 +83,7 @@ class Program:
         for place, room in enumerate(self.instance.places):
             terms = added(*(block.device_bytes(place) for block in self.blocks))
             terms = added(terms, times(-1, self.shortage))
-            upper = self.bytes.limit(room.room_bytes, slack=SLACK)
+            upper = self.bytes.limit(room.room_bytes, slack=self.slack)
             if self.shortage:
                 upper = self.bytes.of(room.room_bytes)
             key = tuple(terms.items())

@@ -73,21 +73,24 @@ def unfit(instance: Instance) -> Unfit | None:
     return None
 
 
-def short(instance: Instance) -> Unfit:
-    """The certificate for an instance that no choice fits, though its pins and host budget do."""
+def closest(instance: Instance) -> Choice:
+    """The choice that lacks the least in the place where it lacks most, whatever was refuted; of
+    those, one that holds little. The pins and the host budget have to be possible."""
     program = Program(instance, elastic=True)
     near = program.bytes.of(1) / 2
     answer = program.minimise(program.shortage, within=near, deadline=math.inf)
     assert answer.choice is not None, "rooms of any size fit something"
-    short_bytes, place = _worst(instance, answer.choice)
-    if short_bytes <= 0:
-        assert instance.refuted, "there is a choice that fits, and it was not found"
-        return Unfit(Lack.REFUTED, pinned=_pins(instance))
-    # Of those that come as close, the one that holds least, so as to say "everything streamed".
-    program.limit(program.shortage, program.bytes.of(short_bytes) + near)
+    short_bytes, _ = _worst(instance, answer.choice)
+    program.limit(program.shortage, program.bytes.of(max(short_bytes, 0)) + near)
     least = program.minimise(program.order(), within=FINE, deadline=math.inf)
-    closest = least.choice or answer.choice
+    return least.choice or answer.choice
+
+
+def short(instance: Instance, closest: Choice) -> Unfit:
+    """The certificate for an instance that no choice fits, though its pins and host budget do."""
     short_bytes, place = _worst(instance, closest)
+    if short_bytes <= 0:
+        return Unfit(Lack.REFUTED, pinned=_pins(instance))
     return Unfit(
         Lack.ROOM,
         short_bytes,

@@ -146,7 +146,7 @@ def of_ranks(whole: Instance, count: int) -> Instance:
 
 def table() -> Table:
     """In one process, taking turns; building the program is counted, HiGHS has one thread."""
-    made = Table(title="The exact choice: milliseconds to solve all five steps, medians")
+    made = Table(title="The exact choice: milliseconds for all four steps, medians")
     made.add_column("pipeline")
     made.add_column("host budget")
     for column in ("ranks", "ms", "slowest", "gap", "proven"):

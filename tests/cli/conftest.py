@@ -1,23 +1,11 @@
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from canned_program import CannedService, Result, Run
 
 import residency.planner
 from residency.cli.main import main
-from residency.planner.report import Report
-from residency.planner.request import Listener, PlanRequest, Progress
-
-Run = Callable[..., "Result"]
-
-
-@dataclass(frozen=True)
-class Result:
-    code: object
-    out: str
-    err: str
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +25,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Result(exit.value.code, *capsys.readouterr())
 
     return run
-
-
-@dataclass
-class CannedService:
-    """A planner that answers with `answer`, or raises it, and remembers what it was asked."""
-
-    answer: Report | BaseException | None = None
-    asked: PlanRequest | None = None
-    meanwhile: Callable[[], object] = lambda: None
-    """What happens to the world while the planner plans."""
-
-    def plan(self, request: PlanRequest, listen: Listener) -> Report:
-        self.asked = request
-        self.meanwhile()
-        for card in request.cards:
-            listen(Progress(card.name, "measuring the baseline at 720x720"))
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        assert self.answer is not None
-        return self.answer
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import CannedService, Run
+from canned_program import CannedService, Run
 
 PIPELINE = ("plan", "qwen-image-2.1")
 PLAN = (*PIPELINE, "--card", "RTX 4090")

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 from canned import COMMITTED, INFEASIBLE, report
+from canned_program import Run
 from canned_sized import NOTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
-from conftest import Run
 
 from residency.planner.plan import Plan
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from canned import COMMITTED, INFEASIBLE, REFUTED, report
-from conftest import CannedService, Run
+from canned_program import CannedService, Run
 
 from residency.offload.cards import find_card
 from residency.offload.errors import BaselineError, InputError, RollbackError

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from canned import COMMITTED, INFEASIBLE, REFUTED, report
-from conftest import CannedService, Run
+from canned_program import CannedService, Run
 
 SAVED = report(COMMITTED, REFUTED)
 

@@ -90,7 +90,7 @@ def test_resident_layers_of_what_is_resident_by_default_are_an_error():
 
 def test_a_vae_with_lists_is_streamed_when_it_is_declared_so():
     declared = declare([with_lists_in_the_vae()], {"vae": "layerwise-offload"}, {"vae": "1"})
-    assert declared["vae"] == Declaration(LAYERWISE, (1,))
+    assert declared["vae"] == Declaration(LAYERWISE, (1,), "vae=1")
 
 
 def test_what_has_no_layers_cannot_be_placed_layerwise():
