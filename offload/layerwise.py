@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .device import Device, Event
 from .errors import OffloadError
 from .host import HostBudget
 from .layers import Layer, LayerGroup, Weights, layer_groups, partition, weigh
+from .order import LayerOrder
 from .placement import Placement
 
 
@@ -84,18 +86,8 @@ class LayerwiseOffload(Placement):
         self._slots = 0
         self._held: frozenset[int] = frozenset()
         self._in_use = False
-        # The order in which layers were seen to run: who follows whom in a pass, who comes first.
-        self._first: int | None = None
-        self._next = {
-            start + i: start + i + 1
-            for start, group in zip(_starts(by_group), by_group, strict=True)
-            for i in range(len(group) - 1)
-        }
-        self._order_known = False
+        self._order = LayerOrder([len(group) for group in by_group])
         self._ahead: dict[int, tuple[int, ...]] = {}
-        self._entered: set[int] = set()
-        self._running: int | None = None
-        self._passes_left = 0
         self.layers_run: set[int] = set()
         self.layers_run_in_use: set[int] = set()
 
@@ -197,9 +189,7 @@ class LayerwiseOffload(Placement):
         if holds_resident_set:
             self._held = self._resident if resident is None else resident
         self.layers_run_in_use = set()
-        self._passes_left = passes
-        self._entered.clear()
-        self._running = None
+        self._order.begin(passes)
         self._ahead.clear()
         for i in [i for i, loaded in self._loaded.items() if loaded.streamed]:
             self._give_up(i)  # fetched ahead by a use that was begun and not ended
@@ -208,14 +198,14 @@ class LayerwiseOffload(Placement):
             self._rest_loaded = True
         for i in sorted(self._held - self._loaded.keys()):
             self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
-        if self._order_known:
+        if self._order.known:
             self._prefetch_pass()
 
     def release_after_use(
         self, keep_resident: bool = False, retained: frozenset[int] | None = None
     ) -> None:
         self._in_use = False
-        self._end_pass()
+        self._order.end_pass()
         kept = frozenset[int]()
         if keep_resident:
             kept = self._held if retained is None else self._held & retained
@@ -229,7 +219,7 @@ class LayerwiseOffload(Placement):
     def release_all(self) -> None:
         self._in_use = False
         self._held = frozenset()
-        self._running = None
+        self._order.interrupt()
         for weights in self._all_weights():
             weights.offload()
         try:
@@ -260,56 +250,36 @@ class LayerwiseOffload(Placement):
                 f"layer {i} of {type(self.module).__name__} runs outside a use",
                 hint="call begin_use first, or remove() the offload to run on the host",
             )
-        if i in self._entered:  # a layer runs once a pass: this is the next pass
-            self._passes_left -= 1
-            self._end_pass()
-            self._entered.clear()
-        elif self._running is not None and self._next.get(self._running) != i:
-            self._next[self._running] = i
+        if self._order.enter(i):
             self._ahead.clear()
-        if not self._entered:
-            self._first = i
-        self._entered.add(i)
         self.layers_run.add(i)
         self.layers_run_in_use.add(i)
-        self._running = i
         loaded = self._loaded.get(i) or self._load_streamed(i)
         if loaded.copied is not None:
             self._copies.wait(loaded.copied)
             loaded.copied = None
         self._prefetch(self._ahead_of(i))
 
-    def _end_pass(self) -> None:
-        if self._running is not None:
-            self._order_known = True
-            if self._next.pop(self._running, None) is not None:  # the model left early
-                self._ahead.clear()
-
     def _leave(self, i: int) -> None:
         if i in self._loaded and self._is_streamed(i):
             self._give_up(i)
-        if self._order_known and self._passes_left > 1 and i not in self._next:
+        order = self._order
+        if order.known and order.passes_left > 1 and order.is_last(i):
             self._prefetch_pass()
 
     def _prefetch_pass(self) -> None:
         """Fetch the first streamed layers of the pass to come."""
-        if self._first is not None:
-            coming = (self._first, *self._ahead_of(self._first))
+        first = self._order.first
+        if first is not None:
+            coming = (first, *self._ahead_of(first))
             self._prefetch([i for i in coming if self._is_streamed(i)][: self.prefetch])
 
     def _ahead_of(self, i: int) -> tuple[int, ...]:
         """The next `prefetch` layers behind `i` in its pass that are streamed."""
         ahead = self._ahead.get(i)
         if ahead is None:
-            found: list[int] = []
-            at: int | None = i
-            for _ in self._layers:
-                at = self._next.get(at) if at is not None else None
-                if at is None or at == i or len(found) == self.prefetch:
-                    break
-                if self._is_streamed(at):
-                    found.append(at)
-            ahead = self._ahead[i] = tuple(found)
+            streamed = (at for at in self._order.after(i) if self._is_streamed(at))
+            ahead = self._ahead[i] = tuple(islice(streamed, self.prefetch))
         return ahead
 
     def _is_streamed(self, i: int) -> bool:

@@ -15,6 +15,7 @@ from .shape import Shape, largest_shapes
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,10 @@ class DiffusersPipeline:
         """
         executes_on = _ExecutesOn(device.torch_device)
         for name, module in self._modules.items():
-            if "_hf_hook" in vars(module):
+            hook = vars(module).get("_hf_hook") or _group_offloading(module)
+            if hook is not None:
                 raise InputError(
-                    f"{name} of {self.name} is offloaded by {type(vars(module)['_hf_hook'])}",
+                    f"{name} of {self.name} is offloaded by a {type(hook).__name__} already",
                     hint="hand the pipeline over without its own offloading enabled",
                 )
         for module in self._modules.values():
@@ -105,3 +107,13 @@ class DiffusersPipeline:
         for shape in shapes:
             asked.setdefault(self.completed(shape), shape)
         return tuple(asked[shape] for shape in largest_shapes(asked))
+
+
+def _group_offloading(module: nn.Module) -> object | None:
+    """The hook of diffusers' group offloading, if one is on `module` or in it."""
+    for each in module.modules():
+        registry = getattr(each, "_diffusers_hook", None)
+        if registry is not None and (hook := registry.get_hook("group_offloading")) is not None:
+            found: object = hook
+            return found
+    return None

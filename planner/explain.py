@@ -27,7 +27,8 @@ from .instance import (
     copied_bytes,
     held_in_use,
 )
-from .measured import Measured, MeasuredPart
+from .measured import Measured
+from .measured_part import MeasuredPart
 from .settle import Settlement
 from .unfit import Unfit
 

@@ -4,6 +4,7 @@ from functools import cache
 import accelerate
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading
 from stage import anatomy, staged_pipeline, tiny
 from torch import nn
 
@@ -225,3 +226,19 @@ def test_the_largest_shapes_are_as_asked_and_compared_as_completed():
     assert pipeline.largest([off, open_]) == (open_,)
     assert pipeline.largest([open_, off, same]) == (open_,)
     assert pipeline.largest([same, open_]) == (same,)
+
+
+def test_a_component_under_diffusers_group_offloading_is_refused():
+    built = find_family("qwen-image", tiny=True).build()
+    cpu = torch.device("cpu")
+    apply_group_offloading(
+        built.transformer,
+        onload_device=cpu,
+        offload_device=cpu,
+        offload_type="block_level",
+        num_blocks_per_group=1,
+    )
+    with SimulatedCard(find_card("RTX 5090"), allocator="exact") as device:
+        with pytest.raises(InputError, match="transformer of .* GroupOffloadingHook") as refused:
+            DiffusersPipeline(built).bind(device)
+        assert refused.value.hint
