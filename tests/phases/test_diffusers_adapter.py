@@ -12,6 +12,7 @@ from residency.offload.cards import find_card
 from residency.offload.errors import InputError, ShapeError
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.diffusers import DiffusersPipeline
+from residency.phases.family import find_family
 from residency.phases.requests import run
 from residency.phases.shape import Shape
 
@@ -239,6 +240,6 @@ def test_a_component_under_diffusers_group_offloading_is_refused():
         num_blocks_per_group=1,
     )
     with SimulatedCard(find_card("RTX 5090"), allocator="exact") as device:
-        with pytest.raises(InputError, match="transformer of .* GroupOffloadingHook") as refused:
+        with pytest.raises(InputError, match=r"transformer of .* GroupOffloadingHook") as refused:
             DiffusersPipeline(built).bind(device)
         assert refused.value.hint
