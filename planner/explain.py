@@ -146,14 +146,18 @@ def _why(
     ]
     worst = max(range(len(shorts)), key=shorts.__getitem__)
     if shorts[worst] > 0:
-        by_model = measured.instance.places[worst].room_bytes
-        stop = Stop.ROOM if instance.device_bytes(grown, worst) > by_model else Stop.REFUTED
+        alone = (*measured.baseline[:number], step, *measured.baseline[number + 1 :])
+        if instance.device_bytes(grown, worst) <= measured.instance.places[worst].room_bytes:
+            stop = Stop.REFUTED
+        else:
+            stop = Stop.OUTBID if instance.fits(alone) else Stop.ROOM
         return stop, worst, taken[worst], shorts[worst]
     if instance.seconds(grown) >= instance.seconds(choice):
         return Stop.WORTHLESS, None, None, None
-    if any(grown == each or not instance.fits(grown) for each in instance.refuted):
+    if not instance.fits(grown):
         return Stop.REFUTED, None, None, None
-    return Stop.WORTHLESS if not part.sized else Stop.OUTBID, None, None, None
+    # It fits, and saves less than the 1 % that is given up for fewer bytes.
+    return Stop.WORTHLESS, None, None, None
 
 
 def _step(part: MeasuredPart, numbers: Part, chosen: PartChoice, use: int) -> PartChoice | None:

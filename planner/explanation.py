@@ -21,7 +21,8 @@ class Stop(StrEnum):
     WORTHLESS = "worthless"
     """One more layer would save nothing worth its bytes."""
     OUTBID = "outbid"
-    """One more layer fits, and what is held of others instead saves more."""
+    """One more layer doesn't fit the limiting phase beside what is held of other components, and
+    would without; that saves more."""
 
 
 class ComponentStop(Value):

@@ -57,7 +57,9 @@ def _cause(plan: Plan, stop: ComponentStop, use: UsePlan | None) -> str:
         case Stop.WORTHLESS:
             return f"{step} would save nothing worth its bytes"
         case Stop.OUTBID:
-            return f"{step} fits, and what is held of others instead saves more"
+            short = short_by(stop.short_bytes)
+            others = f"beside what is held of others{short}; that saves more"
+            return f"{step} doesn't fit{_where(stop)} {others}"
         case _:
             assert_never(stop.stop)
 
@@ -73,8 +75,11 @@ def _step(plan: Plan, stop: ComponentStop, use: UsePlan | None) -> str:
 
 
 def _there(stop: ComponentStop) -> str:
-    where = f" in {place(stop.limiting_phase, stop.limiting_shape)}" if stop.limiting_phase else ""
-    return f"{where}{short_by(stop.short_bytes)}"
+    return f"{_where(stop)}{short_by(stop.short_bytes)}"
+
+
+def _where(stop: ComponentStop) -> str:
+    return f" in {place(stop.limiting_phase, stop.limiting_shape)}" if stop.limiting_phase else ""
 
 
 def _flag(plan: Plan, stop: ComponentStop) -> str:
