@@ -10,8 +10,8 @@ from ..phases.use import ComponentUse
 from ..phases.warmup import Failure
 from .candidate import Candidate
 from .explain import binding_place, everything, explain
-from .instance import Place, copied_bytes
 from .measured import Measured
+from .part import Place, copied_bytes, copy_seconds
 from .plan import (
     Attempt,
     BytesPerRequest,
@@ -25,7 +25,6 @@ from .plan import (
     Status,
     UsePlan,
 )
-from .pricing import Pricing
 from .settle import Settings, Settlement, Try
 
 # A reason, and where it applies: bytes short, phase, shape.
@@ -52,7 +51,7 @@ def account(
         status=_status(settlement),
         components=tuple(_components(settlement)),
         shapes=tuple(_shapes(settlement)),
-        uses=tuple(_uses(settlement, settings.pricing)),
+        uses=tuple(_uses(settlement)),
         phases=tuple(_phases(settlement, settlement.headrooms or needs)),
         attempts=tuple(_attempt(settlement, each) for each in settlement.tries),
         infeasible=_infeasible(settlement, needs),
@@ -93,7 +92,7 @@ def _shapes(settlement: Settlement) -> Iterator[ShapePlan]:
         yield ShapePlan(asked=str(run.asked), run=run.run.size)
 
 
-def _uses(settlement: Settlement, pricing: Pricing) -> Iterator[UsePlan]:
+def _uses(settlement: Settlement) -> Iterator[UsePlan]:
     measured = settlement.measured
     if measured is None:
         return
@@ -108,7 +107,7 @@ def _uses(settlement: Settlement, pricing: Pricing) -> Iterator[UsePlan]:
         if at is None:
             yield _resident_use(settlement, use)
         else:
-            yield _streamed_use(settlement, measured, pricing, use, *at)
+            yield _streamed_use(settlement, measured, use, *at)
 
 
 def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
@@ -137,7 +136,6 @@ def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
 def _streamed_use(
     settlement: Settlement,
     measured: Measured,
-    pricing: Pricing,
     use: ComponentUse,
     number: int,
     u: int,
@@ -166,7 +164,7 @@ def _streamed_use(
         retained_bytes=numbers.non_layer_bytes
         + sum(c.layer_bytes * n for c, n in zip(part.classes, told.retained[u], strict=True)),
         saved_h2d_bytes=saved,
-        saved_s=saved / pricing.bytes_per_s * pricing.exposure(use.phase),
+        saved_s=copy_seconds(numbers, measured.baseline[number]) - copy_seconds(numbers, told),
         reason=reason,
         shortfall_bytes=shortfall,
         limiting_phase=phase,
@@ -186,13 +184,10 @@ def _reason(
     instance = measured.instance
     if instance.seconds(alone) >= instance.seconds(choice):
         return Reason.NOTHING_SAVED, *_NOWHERE
+    at_use = (use.phase, use.component)
     for each in settlement.tries:
-        tried = next(t for t in each.candidate.uses if t.phase == use.phase)
-        if (
-            each.rolled_back
-            and tried.retain_resident_layers
-            and use.component in (each.candidate.components)
-        ):
+        retaining = (t for t in each.candidate.uses if t.retain_resident_layers)
+        if each.rolled_back and at_use in [(t.phase, t.component) for t in retaining]:
             at = each.judgement
             return Reason.REFUTED, each.shortfall_bytes, at.phase, at.shape
     shortage = Candidate(alone, ()).shortage(instance)

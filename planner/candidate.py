@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..phases.use import ComponentUse
-from .instance import Choice, Instance, Place
+from .instance import Choice, Instance
+from .part import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from .block import modes
 from .columns import Terms, added
-from .instance import Choice, Instance, nothing_retained
+from .instance import Choice, Instance
+from .part import nothing_retained
 from .program import FINE, Answer, Program
-from .unfit import Unfit as Unfit
-from .unfit import closest, short, unfit
+from .unfit import Unfit, closest, short, unfit
 
 SLACK = 0.01
 """The share of the best request's seconds that is given up for fewer bytes."""

@@ -17,18 +17,10 @@ from .explanation import (
     Stop,
     Worth,
 )
-from .instance import (
-    Choice,
-    Instance,
-    Part,
-    PartChoice,
-    Pins,
-    Place,
-    copied_bytes,
-    held_in_use,
-)
+from .instance import Choice, Instance
 from .measured import Measured
 from .measured_part import MeasuredPart
+from .part import Part, PartChoice, Pins, Place, copied_bytes, held_in_use
 from .settle import Settlement
 from .unfit import Unfit
 

@@ -6,21 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..offload.errors import PhaseError
-from .part import LayerClass as LayerClass
-from .part import Mode as Mode
-from .part import Part as Part
-from .part import PartChoice as PartChoice
-from .part import Pins as Pins
-from .part import Place as Place
-from .part import UseSpan as UseSpan
-from .part import allows as allows
-from .part import copied_bytes as copied_bytes
-from .part import copy_seconds as copy_seconds
-from .part import held_bytes as held_bytes
-from .part import held_in_use as held_in_use
-from .part import nothing_retained as nothing_retained
-from .part import part_bytes as part_bytes
-from .part import window_bytes as window_bytes
+from .part import Part, PartChoice, Place, allows, copy_seconds, held_bytes, part_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,9 @@ from ..phases.use import ComponentUse
 from ..phases.warmup import Sweep
 from .candidate import Candidate
 from .installation import Installation
-from .instance import (
-    Choice,
-    Instance,
-    Mode,
-    Part,
-    PartChoice,
-    Place,
-    Room,
-    UseSpan,
-    nothing_retained,
-)
+from .instance import Choice, Instance, Room
 from .measured_part import MeasuredPart
+from .part import Mode, Part, PartChoice, Place, UseSpan, nothing_retained
 from .plan import PhasePlan, UsePlan, Verdict
 from .pricing import PAGEABLE_FACTOR, Pricing
 from .validation import Judgement

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .block import mode_rank
-from .instance import Choice, Instance, Part, PartChoice, copy_seconds, nothing_retained
+from .instance import Choice, Instance
+from .part import Part, PartChoice, copy_seconds, nothing_retained
 
 SHARE = 1e-4
 """Of the seconds of a request's copies with everything streamed: the most that the order weighs."""

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from .block import Block, mode_rank, modes
 from .columns import Columns, Terms, Unit, added, times
-from .instance import Choice, Instance, Part, PartChoice, Place
+from .instance import Choice, Instance
 from .order import MODE_WEIGHT, Order
+from .part import Part, PartChoice, Place
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .instance import Choice, Instance, Part, Pins, Place, nothing_retained
+from .instance import Choice, Instance
+from .part import Part, Pins, Place, nothing_retained
 from .program import FINE, Program
 
 

@@ -6,15 +6,8 @@ import time
 from rich.table import Table
 
 from residency.planner.choice import Chosen, choose
-from residency.planner.instance import (
-    Instance,
-    LayerClass,
-    Mode,
-    Part,
-    Room,
-    UseSpan,
-    joined,
-)
+from residency.planner.instance import Instance, Room, joined
+from residency.planner.part import LayerClass, Mode, Part, UseSpan
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from residency.planner.choice import most_seconds
-from residency.planner.instance import (
-    Choice,
-    Instance,
-    Part,
-    PartChoice,
-    allows,
-    copy_seconds,
-    exceeds,
-    part_bytes,
-)
+from residency.planner.instance import Choice, Instance, exceeds
 from residency.planner.order import Order
+from residency.planner.part import Part, PartChoice, allows, copy_seconds, part_bytes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from residency.planner.instance import Instance, LayerClass, Mode, Part, Pins, Room, UseSpan
+from residency.planner.instance import Instance, Room
+from residency.planner.part import LayerClass, Mode, Part, Pins, UseSpan
 
 PAGEABLE = Mode(1, False, 0.02, 0)
 

@@ -6,7 +6,8 @@ import pytest
 from instances import PAGEABLE, instance, part
 
 from residency.offload.errors import PhaseError
-from residency.planner.instance import (
+from residency.planner.instance import exceeds, joined
+from residency.planner.part import (
     LayerClass,
     Mode,
     Part,
@@ -15,8 +16,6 @@ from residency.planner.instance import (
     UseSpan,
     allows,
     copied_bytes,
-    exceeds,
-    joined,
     nothing_retained,
     part_bytes,
     window_bytes,

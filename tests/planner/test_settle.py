@@ -9,7 +9,7 @@ from residency.offload.errors import ShapeError, UnknownNameError
 from residency.offload.simulated.faults import out_of_memory
 from residency.phases.shape import Shape
 from residency.phases.warmup import Warmup
-from residency.planner.instance import copied_bytes
+from residency.planner.part import copied_bytes
 from residency.planner.plan import Verdict
 from residency.planner.pricing import Pricing
 from residency.planner.settle import Settlement, settle

@@ -14,7 +14,8 @@ from residency.phases.family import find_family
 from residency.phases.shape import Shape
 from residency.planner.candidate import Candidate
 from residency.planner.choice import Chosen, choose
-from residency.planner.instance import Choice, copied_bytes
+from residency.planner.instance import Choice
+from residency.planner.part import copied_bytes
 from residency.planner.plan import Verdict
 from residency.planner.pricing import Pricing
 from residency.planner.report import Report

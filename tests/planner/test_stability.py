@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from instances import PAGEABLE, instance, instances, part
 
 from residency.planner.choice import Chosen, choose
-from residency.planner.instance import Instance, Mode, nothing_retained
+from residency.planner.instance import Instance
+from residency.planner.part import Mode, nothing_retained
 from residency.planner.stability import kept
 
 WOBBLE = 6
