@@ -191,10 +191,13 @@ def _reason(
             at = each.judgement
             return Reason.REFUTED, each.shortfall_bytes, at.phase, at.shape
     shortage = Candidate(alone, ()).shortage(instance)
-    if shortage is not None:
-        room = instance.places[shortage.place]
-        return Reason.NO_HEADROOM, shortage.short_bytes, room.phase, room.shape
-    return Reason.OUTBID, *_NOWHERE
+    if shortage is None:
+        return Reason.MARGINAL, *_NOWHERE
+    room = instance.places[shortage.place]
+    others = measured.baseline
+    fits_alone = instance.fits((*others[:number], whole, *others[number + 1 :]))
+    reason = Reason.OUTBID if fits_alone else Reason.NO_HEADROOM
+    return reason, shortage.short_bytes, room.phase, room.shape
 
 
 def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     """The component never leaves the card, so there is nothing to retain."""
     NOTHING_SAVED = "nothing_saved"
     """Retaining would save no copy."""
+    MARGINAL = "marginal"
+    """It fits, and saves less of a request's seconds than the 1 % given up for fewer bytes."""
     NO_HEADROOM = "no_headroom"
     """A later phase has too little headroom for it."""
     REFUTED = "refuted"

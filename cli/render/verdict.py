@@ -79,6 +79,9 @@ def _obstacles(plan: Plan) -> str:
 
 
 def _obstacle(plan: Plan, use: UsePlan) -> str | None:
+    if use.reason is Reason.MARGINAL:
+        seconds = format_seconds(use.saved_s)
+        return f"{use.component} fits and would save {seconds}, less than 1 % of a request's copies"
     if use.reason is Reason.NO_HEADROOM:
         return _lack(plan, use)
     if use.reason is Reason.REFUTED:

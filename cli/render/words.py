@@ -47,6 +47,8 @@ def reason(use: UsePlan) -> str:
             return "never leaves the card"
         case Reason.NOTHING_SAVED:
             return "retaining it would save no copy"
+        case Reason.MARGINAL:
+            return "fits, and saves less than 1 % of a request"
         case Reason.NO_HEADROOM:
             return f"too little headroom{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.REFUTED:

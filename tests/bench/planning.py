@@ -43,15 +43,9 @@ def main(family: str, card: str, shape: str, residency: str) -> None:
     from residency.planner.request import PlanRequest
     from residency.planner.service import plan
 
-    declared = {"text_encoder": "layerwise-offload", "vae": "resident"}
-    declared |= dict([residency.split("=")])
-    request = PlanRequest(
-        family,
-        (find_card(card),),
-        (Shape.parse(shape),),
-        declared,
-        {"text_encoder": "0.5"},
-    )
+    declared = dict([residency.split("=")])
+    shapes = (Shape.parse(shape),)
+    request = PlanRequest(family, (find_card(card),), shapes, declared, size="auto")
     (made,) = plan(request).plans
     retained = [use.component for use in made.uses if use.retain_resident_layers]
     decision = f"retains {', '.join(retained)}" if retained else made.status.replace("_", " ")

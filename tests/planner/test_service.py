@@ -10,6 +10,7 @@ import pytest
 from residency.offload.cards import custom_card, find_card
 from residency.offload.errors import InputError, ShapeError, UnknownNameError
 from residency.phases.shape import Shape
+from residency.planner.plan import Reason, Status
 from residency.planner.request import PlanRequest
 from residency.planner.service import plan
 
@@ -99,6 +100,23 @@ def test_a_baseline_that_does_not_fit_ends_with_1_and_says_where_and_by_how_much
     needed = max(phase["peak_bytes"] for phase in made["phases"]) + made["context_bytes"]
     assert made["infeasible"]["shortfall_bytes"] == needed - made["capacity_bytes"]
     assert "vae_decode at 1536x1536 is short by 4." in run.stderr
+
+
+@pytest.mark.scale
+def test_a_set_that_fits_and_saves_less_than_1_percent_is_not_retained_and_says_so():
+    streamed = {"dit": "layerwise-offload", "text_encoder": "layerwise-offload"}
+    request = PlanRequest(
+        "flux.1-dev",
+        (find_card("RTX 4090"),),
+        (Shape(1024, 1024),),
+        streamed,
+        {"text_encoder_2": "0.5"},
+    )
+    (made,) = plan(request).plans
+    assert made.status is Status.BASELINE_ONLY
+    (encoder,) = (use for use in made.uses if use.component == "text_encoder_2")
+    assert encoder.reason is Reason.MARGINAL
+    assert 0 < encoder.saved_s < 0.01 * made.explanation.baseline_copy_s
 
 
 @pytest.mark.scale
