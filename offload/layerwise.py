@@ -104,10 +104,6 @@ class LayerwiseOffload(Placement):
         return self.non_layer_bytes + sum(weights.buffer_bytes for weights in self._layers)
 
     @property
-    def pinned_charge_bytes(self) -> int:
-        return sum(weights.pinned_charge_bytes for weights in self._all_weights())
-
-    @property
     def non_layer_copy_bytes(self) -> int:
         return self._rest.nbytes
 

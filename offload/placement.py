@@ -127,8 +127,8 @@ class Placement(ABC):
 
     @property
     def pinned_charge_bytes(self) -> int:
-        """What pinning the masters of what is copied between uses takes of host memory."""
-        return 0
+        """What pinning the masters takes of host memory."""
+        return sum(weights.pinned_charge_bytes for weights in self._all_weights())
 
     def pass_bytes(self, held: frozenset[int]) -> int:
         """Bytes that one pass copies, of the layers that were seen to run and aren't held."""
@@ -170,10 +170,6 @@ class _Whole(Placement):
     def _offload(self) -> None:
         self._weights.offload()
         self._loaded = False
-
-    @property
-    def pinned_charge_bytes(self) -> int:
-        return self._weights.pinned_charge_bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -42,8 +42,10 @@ class ShapeRun:
         )
 
     def fragmentation_bytes(self, phase: str) -> int:
-        """The most that was reserved in `phase` beyond what was allocated. A bound
-        of what is lost: under pressure the allocator loses less."""
+        """The most that was reserved in `phase` beyond what was allocated: about what is lost.
+
+        Under pressure the allocator releases what is cached, and may lose less or more.
+        """
         return max(
             reading.reading.peak_reserved_bytes - reading.reading.peak_allocated_bytes
             for trace in self.traces

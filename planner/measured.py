@@ -52,10 +52,8 @@ class Measured:
             for name, placement in installation.placements.items()
             if (uses := [*self._uses_of(name)])
         ]
-        self.baseline: Choice = tuple(
-            self._baseline(part, numbers)
-            for part, numbers in zip(self.parts, map(self._part, self.parts), strict=True)
-        )
+        self._numbers = tuple(map(self._part, self.parts))
+        self.baseline: Choice = tuple(map(self._baseline, self._numbers))
         self._fragmentation = [
             run.fragmentation_bytes(phase)
             for run in baseline.runs
@@ -72,26 +70,28 @@ class Measured:
 
     def _instance(self) -> Instance:
         given = self.rooms(0)
-        # What the baseline takes was seen to fit, though it may leave less than the margin.
         places = tuple(
-            replace(room, room_bytes=max(room.room_bytes, given.device_bytes(self.baseline, place)))
+            replace(room, room_bytes=max(room.room_bytes, self._least(place)))
             for place, room in enumerate(given.places)
         )
         return replace(given, places=places)
 
+    def _least(self, place: Place) -> int:
+        """What the baseline takes in a place. It was seen to run, though it may leave less than
+        the margin, so no room is less."""
+        return Instance((), self._numbers).device_bytes(self.baseline, place)
+
     def rooms(self, more_bytes: int) -> Instance:
         """The instance on a card of so many bytes more, or fewer, by the headroom alone."""
-        parts = tuple(map(self._part, self.parts))
-        empty = Instance((), parts)
         places = tuple(
             Room(
                 headroom.phase,
                 str(headroom.shape),
-                headroom.headroom_bytes + more_bytes + empty.device_bytes(self.baseline, place),
+                headroom.headroom_bytes + more_bytes + self._least(place),
             )
             for place, headroom in enumerate(self.headrooms)
         )
-        return Instance(places, parts, self.pricing.host_budget_bytes)
+        return Instance(places, self._numbers, self.pricing.host_budget_bytes)
 
     def _part(self, part: MeasuredPart) -> Part:
         return Part(
@@ -132,7 +132,7 @@ class Measured:
                 yield Mode(depth, True, cost, part.placement.pinned_charge_bytes)
                 yield Mode(depth, False, cost * PAGEABLE_FACTOR, 0)
 
-    def _baseline(self, part: MeasuredPart, numbers: Part) -> PartChoice:
+    def _baseline(self, numbers: Part) -> PartChoice:
         """Nothing retained but what stays; what is declared is held in uses of several passes.
 
         With a host budget the baseline is priced as pageable: what pinning saves is the plan's.
@@ -192,9 +192,11 @@ class Measured:
         losses = {(each.name, each.shape): each.learnt_bytes for each in phases}
         for place, room in enumerate(instance.places):
             lost = losses.get((room.phase, room.shape), 0)
-            least = instance.device_bytes(self.baseline, place)
-            instance = instance.lowered(place, max(room.room_bytes - lost, least))
+            instance = self._lowered(instance, place, room.room_bytes - lost)
         return instance
+
+    def _lowered(self, instance: Instance, place: Place, room_bytes: int) -> Instance:
+        return instance.lowered(place, max(room_bytes, self._least(place)))
 
     def describe(self, choice: Choice) -> str:
         """What a choice holds, in a few words."""
@@ -221,15 +223,15 @@ class Measured:
         sweep. `again`: another one ran out before; then peaks of allocated bytes are too hopeful
         for this pipeline, and every phase is given what it was seen to lose to fragmentation.
         """
-        if judgement.place is None:
+        place = None if judgement.place is None else self._place(judgement.place)
+        taken = 0 if place is None else instance.device_bytes(candidate.choice, place)
+        if place is None or taken <= self._least(place):
             return replace(instance, refuted=(*instance.refuted, candidate.choice))
-        place = self._place(judgement.place)
         off = max(judgement.shortfall_bytes or 0, 1)
         if judgement.verdict is Verdict.OOM:
             moved = (part for part in self.parts if not part.stays)
             off = max([off, *(each.layer_bytes for part in moved for each in part.classes)])
-        taken = instance.device_bytes(candidate.choice, place)
-        lowered = instance.lowered(place, taken - off)
+        lowered = self._lowered(instance, place, taken - off)
         return self._cautious(lowered) if again else lowered
 
     def _cautious(self, instance: Instance) -> Instance:
@@ -238,9 +240,8 @@ class Measured:
         for place, (headroom, lost) in enumerate(
             zip(self.headrooms, self._fragmentation, strict=True)
         ):
-            baseline = instance.device_bytes(self.baseline, place)
             room = self.instance.places[place].room_bytes - max(lost - headroom.margin_bytes, 0)
-            instance = instance.lowered(place, max(room, baseline))
+            instance = self._lowered(instance, place, room)
         return instance
 
     def missing_bytes(self, candidate: Candidate, judgement: Judgement) -> int | None:

@@ -54,8 +54,6 @@ class Reason(StrEnum):
     """As many layers as fit, or as are worth their bytes."""
     OUTBID = "outbid"
     """It fits alone, and what is retained instead saves more."""
-    BASELINE_FAILED = "baseline_failed"
-    """The pipeline doesn't run here even with nothing retained."""
 
 
 class UsePlan(Value):

@@ -21,9 +21,7 @@ from .plan import Plan
 from .pricing import Pricing
 from .report import Report
 from .request import Listener, PlanRequest, Progress
-from .settle import Settings, settle
-
-_UNLIMITED_BYTES = 1 << 50
+from .settle import UNLIMITED_BYTES, Settings, settle
 
 
 def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Report:
@@ -120,7 +118,7 @@ def _needs(
     request: PlanRequest, pipeline: DiffusersPipeline, settings: Settings, card: Card
 ) -> tuple[Headroom, ...]:
     """The headroom of each phase on `card`, measured on a card without a limit."""
-    with _device(request, replace(card, total_bytes=_UNLIMITED_BYTES)) as device:
+    with _device(request, replace(card, total_bytes=UNLIMITED_BYTES)) as device:
         settlement = settle(pipeline, device, replace(settings, explore=0, measure_only=True))
         settlement.close()
         return tuple(

@@ -30,7 +30,7 @@ from .validation import Judgement, judge
 LOAD = "load"
 """Where a failure is said to be that came before any phase: resident weights didn't fit."""
 
-_UNLIMITED_BYTES = 1 << 50
+UNLIMITED_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def _unlimited(settlement: Settlement, measured: Measured) -> Instance:
     known = settlement.instance
     assert known is not None
     places = tuple(
-        now if now.room_bytes < given.room_bytes else replace(given, room_bytes=_UNLIMITED_BYTES)
+        now if now.room_bytes < given.room_bytes else replace(given, room_bytes=UNLIMITED_BYTES)
         for now, given in zip(known.places, measured.instance.places, strict=True)
     )
     return replace(known, places=places)

@@ -59,8 +59,6 @@ def reason(use: UsePlan) -> str:
             return "as many layers as fit or are worth their bytes, validated"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
-        case Reason.BASELINE_FAILED:
-            return "doesn't run even with nothing retained"
         case _:
             assert_never(use.reason)
 

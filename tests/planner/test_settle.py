@@ -9,10 +9,13 @@ from residency.offload.errors import ShapeError, UnknownNameError
 from residency.offload.simulated.faults import out_of_memory
 from residency.phases.shape import Shape
 from residency.phases.warmup import Warmup
+from residency.planner.candidate import Candidate
+from residency.planner.explain import everything
 from residency.planner.part import copied_bytes
 from residency.planner.plan import Verdict
 from residency.planner.pricing import Pricing
 from residency.planner.settle import Settlement, settle
+from residency.planner.validation import Judgement
 
 
 def verdicts(settlement: Settlement) -> list[Verdict]:
@@ -273,6 +276,34 @@ def test_an_exposure_of_a_phase_that_is_not_there_is_refused():
             settle(test.pipeline, test.card, test.settings(pricing=pricing))
         assert "'denoise'" in refused.value.hint
         assert test.card.read().allocated_bytes == 0
+
+
+def test_a_refutation_never_takes_away_the_room_of_the_baseline():
+    with bench("qwen-image-2.1") as test:
+        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
+        measured = settlement.measured
+        whole = Candidate(everything(measured), ())
+        for place, room in enumerate(measured.instance.places):
+            at = next(h for h in settlement.headrooms if h.phase == room.phase)
+            oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1 << 40)
+            left = measured.refuted(measured.instance, whole, oom, again=False)
+            least = measured.instance.device_bytes(measured.baseline, place)
+            assert left.places[place].room_bytes == least
+            assert not left.fits(whole.choice)
+            assert left.fits(measured.baseline)
+        settlement.close()
+
+
+def test_what_fails_where_it_takes_no_more_than_the_baseline_is_excluded_by_itself():
+    with bench("qwen-image-2.1") as test:
+        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
+        measured, at = settlement.measured, settlement.headrooms[0]
+        same = Candidate(measured.baseline, ())
+        oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1)
+        left = measured.refuted(measured.instance, same, oom, again=True)
+        assert left.places == measured.instance.places
+        assert left.refuted == (measured.baseline,)
+        settlement.close()
 
 
 def test_each_phase_begins_without_cached_blocks():
