@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from .errors import DeviceError
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,9 +43,14 @@ class Reading:
     alloc_retries: int
 
     @property
+    def outside_bytes(self) -> int:
+        """What others and the context take."""
+        return self.others_bytes + self.context_bytes
+
+    @property
     def usable_bytes(self) -> int:
         """What this process may take with tensors: total less others and context."""
-        return self.total_bytes - self.others_bytes - self.context_bytes
+        return self.total_bytes - self.outside_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,28 @@ class Transfers:
             self.d2h_bytes - earlier.d2h_bytes,
             self.d2h_copies - earlier.d2h_copies,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """In what devices differ in kind."""
+
+    unified: bool = False
+    """Device and host memory are one pool: a copy from one to the other takes its bytes twice."""
+    spills: bool = False
+    """A full card goes on in host memory, 5 to 10 times slower, and no out-of-memory error comes
+    (WDDM and WSL2): only time refutes there."""
+    pins_on_card: bool = False
+    """Page-locked host memory is charged to the card as well (WDDM)."""
+    simulated: bool = False
+    timed: bool = False
+    """Work takes time, and `mark` can tell how much."""
+    undo_slack_bytes: int = 0
+    """What may be allocated after an undo and wasn't before: libraries keep workspaces."""
+
+
+class Mark(Protocol):
+    """A point in a stream's work whose time is taken."""
 
 
 class Event(Protocol):
@@ -86,6 +115,15 @@ class Device(ABC):
     @property
     @abstractmethod
     def identity(self) -> Identity: ...
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    @property
+    def driver(self) -> str | None:
+        """The version of the driver; None where there is none, or it can't be read."""
+        return None
 
     @property
     @abstractmethod
@@ -117,6 +155,21 @@ class Device(ABC):
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Work issued inside goes to `stream`."""
+
+    def mark(self) -> Mark:
+        """The end of what the current stream was given so far.
+
+        Raises DeviceError where the device isn't `traits.timed`.
+        """
+        raise DeviceError(f"{self.identity.name} has no clock")
+
+    def seconds(self, since: Mark, until: Mark) -> float:
+        """Device time between two marks, waiting for the later one."""
+        raise DeviceError(f"{self.identity.name} has no clock")
+
+    def count_copy(self, h2d_bytes: int = 0, d2h_bytes: int = 0) -> None:
+        """A copy over the bus was issued. A device that sees copies itself has counted it."""
+        return
 
     @abstractmethod
     def pin(self, host: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,38 @@
-"""What an out-of-memory error says: how much was asked for, and how much was free."""
+"""What an out-of-memory error says: how much was asked for, how much was free, and whose it is."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from .device import Reading
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 _UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|B)")
-_FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB|B) is free")
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|B)"
+# The second of each is how the cudaMallocAsync backend says it.
+_ASKED = re.compile(rf"(?:[Tt]ried to allocate|Requested\s*:) {_SIZE}")
+_FREE = re.compile(rf"(?:of which|Free \(according to CUDA\):) {_SIZE}")
+_ALLOCATED = re.compile(rf"(?:Of the allocated memory|Currently allocated\s*:) {_SIZE}")
+
+_DEVICE_TEXTS = ("out of memory", "_STATUS_ALLOC_FAILED")
+_HOST_TEXTS = ("DefaultCPUAllocator", "Cannot allocate memory")
+_PIN_TEXTS = ("out of memory", "invalid argument")
+"""Drivers call a block that is too large for them an invalid argument."""
+_ASSERT = re.compile(r"INTERNAL ASSERT FAILED.*CUDACachingAllocator", re.DOTALL)
+_LIMITED = re.compile(rf"{_SIZE} allowed;")
+
+PLENTY = 2
+"""Times what was asked for: with so much free, the card wasn't full."""
+_PLENTY_BYTES = 256 * MIB
+"""And this much more than was asked for: drivers keep and round."""
+_HOST_LOW_BYTES = 2 * GIB
+"""With less than this available beyond what was asked for, the host is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +60,67 @@ class Shortfall:
 
 def _bytes(match: re.Match[str]) -> int:
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+class OomKind(StrEnum):
+    """Whose memory it was that an allocation didn't find."""
+
+    DEVICE = "device"
+    """The card is full: what is on it is too much."""
+    FRAGMENTED = "fragmented"
+    """The bytes would do, and aren't in one piece: more is lost to fragmentation than was reckoned
+    with."""
+    HOST = "host"
+    """Host memory is short. More on the card relieves it, less on the card makes it worse."""
+    TRANSIENT = "transient"
+    """The card wasn't full: the driver or the allocator failed. Synchronize and try once more."""
+    NOT_MEMORY = "not memory"
+    """Another error."""
+
+
+def classify(
+    error: BaseException,
+    reading: Reading | None = None,
+    *,
+    pinning: bool = False,
+    host_available_bytes: int | None = None,
+) -> OomKind:
+    """Whose memory was short, by what the error says and, where it says nothing, by the reading.
+
+    `pinning`: the error came from page-locking host memory, which CUDA reports as its own.
+    `reading` is taken to be later than the error: of what it says only what was free in the
+    driver, and the peak of what was allocated, still hold.
+    """
+    text = str(error)
+    if isinstance(error, MemoryError) or any(each in text for each in _HOST_TEXTS):
+        return OomKind.HOST
+    if pinning:
+        short = isinstance(error, torch.OutOfMemoryError) or any(t in text for t in _PIN_TEXTS)
+        return OomKind.HOST if short else OomKind.NOT_MEMORY
+    if _ASSERT.search(text):
+        return OomKind.DEVICE
+    if not isinstance(error, torch.OutOfMemoryError) and not any(t in text for t in _DEVICE_TEXTS):
+        return OomKind.NOT_MEMORY
+    if _LIMITED.search(text):
+        return OomKind.DEVICE
+    shortfall = Shortfall.of(error)
+    if _is_plenty(shortfall, reading):
+        asked = 0 if shortfall is None else shortfall.requested_bytes
+        low = host_available_bytes is not None and host_available_bytes < asked + _HOST_LOW_BYTES
+        return OomKind.HOST if low else OomKind.TRANSIENT
+    return OomKind.FRAGMENTED if _is_in_pieces(text, shortfall, reading) else OomKind.DEVICE
+
+
+def _is_plenty(shortfall: Shortfall | None, reading: Reading | None) -> bool:
+    if shortfall is not None:
+        asked, free = shortfall.requested_bytes, shortfall.free_bytes
+        return free >= PLENTY * asked and free - asked >= _PLENTY_BYTES
+    return reading is not None and reading.free_bytes * 2 > reading.total_bytes
+
+
+def _is_in_pieces(text: str, shortfall: Shortfall | None, reading: Reading | None) -> bool:
+    if shortfall is None or reading is None:
+        return False
+    said = _ALLOCATED.search(text)
+    allocated = reading.peak_allocated_bytes if said is None else _bytes(said)
+    return reading.usable_bytes - allocated >= shortfall.requested_bytes
