@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .copies import CopyStream
 from .device import Device, Event
-from .errors import OffloadError
-from .host import HostBudget, pinned_charge_bytes
+from .errors import HostMemoryError, OffloadError
+from .host import HostBudget
+from .pinning import chunked_charge_bytes, chunks
 
 ALIGNMENT = 512
 """Bytes that regions in one buffer are aligned to: the granularity of CUDA's caching allocator."""
@@ -62,11 +63,11 @@ class Region:
     """Bytes of one host storage that tensors overlap in: they move, and are charged, once.
 
     The host bytes stay where they are, and giving the region up only points the tensors back at
-    them. `master` is what is copied to the device: those bytes, or a pinned copy of them.
-    It begins where the largest element of its tensors may stand.
+    them. `masters`, one behind another, are what is copied to the device: those bytes, or pinned
+    copies of them in chunks. It begins where the largest element of its tensors may stand.
     """
 
-    __slots__ = ("_pageable", "_pinned_charge", "bindings", "master", "nbytes")
+    __slots__ = ("_pageable", "_pinned_charge", "bindings", "masters", "nbytes")
 
     def __init__(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         storage = tensors[0].untyped_storage()
@@ -75,10 +76,10 @@ class Region:
         self._pageable = torch.empty(0, dtype=torch.uint8).set_(
             storage, start, (self.nbytes,), (1,)
         )
-        self.master = self._pageable
+        self.masters: tuple[torch.Tensor, ...] = (self._pageable,)
         self._pinned_charge = 0
         self.bindings = tuple(
-            _Binding(tensor, tensor.data, _extent(tensor)[0] - start) for tensor in tensors
+            _Binding(tensor, tensor.data, extent(tensor)[0] - start) for tensor in tensors
         )
 
     def bind(self, buffer: torch.Tensor, start: int) -> None:
@@ -93,22 +94,40 @@ class Region:
         for binding in self.bindings:
             binding.tensor.data = binding.host
 
+    def copies(
+        self, buffer: torch.Tensor, start: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) for a copy of the region that begins at byte `start` of `buffer`."""
+        for master in self.masters:
+            if master.nbytes:
+                yield buffer[start : start + master.nbytes], master
+            start += master.nbytes
+
     def pin(self, device: Device, budget: HostBudget) -> None:
-        """Copy from page-locked memory from now on. Raises HostMemoryError, having pinned nothing.
+        """Copy from page-locked memory from now on.
 
         The pageable bytes stay: they are what the tensors stand on when the offload is removed.
+        Raises HostMemoryError, having pinned nothing, where the budget is too small or the host
+        can't lock so much, which closes the budget.
         """
-        if self.nbytes and not self._pinned_charge:
-            charge = budget.charge(self.nbytes)
-            try:
-                self.master = device.pin(self._pageable)
-            except BaseException:
-                budget.give_back(charge)
-                raise
-            self._pinned_charge = charge
+        if not self.nbytes or self._pinned_charge:
+            return
+        charge = budget.charge(self.nbytes)
+        masters: list[torch.Tensor] = []
+        try:
+            for chunk in self._pageable.split_with_sizes([*chunks(self.nbytes)]):
+                masters.append(device.pin(chunk))
+        except BaseException as error:
+            masters.clear()  # the traceback would keep them
+            budget.give_back(charge)
+            if isinstance(error, HostMemoryError):
+                budget.close(error)
+            raise
+        self.masters = tuple(masters)
+        self._pinned_charge = charge
 
     def unpin(self, budget: HostBudget) -> None:
-        self.master = self._pageable
+        self.masters = (self._pageable,)
         budget.give_back(self._pinned_charge)
         self._pinned_charge = 0
 
@@ -120,7 +139,7 @@ class Weights:
         self.regions = tuple(regions)
         self.nbytes = sum(region.nbytes for region in self.regions)
         self.buffer_bytes = sum(aligned(region.nbytes) for region in self.regions)
-        self.pinned_charge_bytes = sum(pinned_charge_bytes(each.nbytes) for each in self.regions)
+        self.pinned_charge_bytes = sum(chunked_charge_bytes(each.nbytes) for each in self.regions)
 
     def onload(self, copies: CopyStream) -> Event:
         """Copy each region into device memory of its own. All or nothing.
@@ -149,12 +168,14 @@ class Weights:
     def _fill(self, copies: CopyStream, places: Sequence[tuple[torch.Tensor, int]]) -> Event:
         moves = list(zip(self.regions, places, strict=True))
         copied = copies.fill(
-            (buffer[start : start + region.nbytes], region.master)
-            for region, (buffer, start) in moves
-            if region.nbytes
+            copy for region, (buffer, start) in moves for copy in region.copies(buffer, start)
         )
-        for region, (buffer, start) in moves:
-            region.bind(buffer, start)
+        try:
+            for region, (buffer, start) in moves:
+                region.bind(buffer, start)
+        except BaseException:
+            copies.wait(copied)  # before the buffers, now nobody's, are used again
+            raise
         return copied
 
     def pin(self, device: Device, budget: HostBudget) -> None:
@@ -213,11 +234,11 @@ def regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
         by_storage[tensor.untyped_storage()._cdata].append(tensor)
     found = []
     for sharing in by_storage.values():
-        sharing.sort(key=_extent)
+        sharing.sort(key=extent)
         overlapping: list[torch.Tensor] = []
         start = stop = 0
         for tensor in sharing:
-            first, last = _extent(tensor)
+            first, last = extent(tensor)
             if overlapping and first >= stop:
                 found.append(Region(overlapping, start, stop))
                 overlapping = []
@@ -229,7 +250,7 @@ def regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
     return found
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte, and the one behind the last, that `tensor` reaches in its storage."""
     first = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from .copies import CopyStream
 from .device import Device
+from .errors import OffloadError
 from .host import HostBudget
 from .layers import Layer, Weights, layer_groups, partition, weigh
+from .timing import LayerTimer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +36,8 @@ class Placement(ABC):
     total_layers: int = 0
     resident_layers: int = 0
     _budget: HostBudget | None = None
+    timer: LayerTimer | None = None
+    """Given one, a placement that streams layers times each use."""
     layers_run_in_use: set[int]
     """Layers that ran in the use under way, or in the last; empty where they aren't streamed."""
 
@@ -74,8 +78,14 @@ class Placement(ABC):
     def pin_masters(self, budget: HostBudget) -> None:
         """Copy from pinned host masters from now on, all of them.
 
-        Raises HostMemoryError, having pinned nothing, where the budget is too small.
+        Raises HostMemoryError, having pinned nothing, where the budget is too small, or the host
+        can't lock so much, which closes the budget. Raises OffloadError where they are pinned
+        under another budget.
         """
+        if self._budget not in (None, budget):
+            raise OffloadError(
+                "the masters are pinned under another budget", hint="call unpin_masters() first"
+            )
         self._budget = budget
         try:
             for weights in self._all_weights():
@@ -163,11 +173,13 @@ class _Whole(Placement):
         return (self._weights,)
 
     def _onload(self) -> None:
+        self._copies.join()
         if not self._loaded:
             self._copies.wait(self._weights.onload(self._copies))
             self._loaded = True
 
     def _offload(self) -> None:
+        self._copies.join()
         self._weights.offload()
         self._loaded = False
 
@@ -214,7 +226,7 @@ class Resident(_Whole):
         passes: int = 1,
         resident: frozenset[int] | None = None,
     ) -> None:
-        pass
+        self._copies.join()
 
     def release_after_use(
         self, keep_resident: bool = False, retained: frozenset[int] | None = None

@@ -17,9 +17,11 @@ REST, REST_TAKES = 1024 + 4, 1024 + 512
 LAYERS = 6 * 1024
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedCard]:
-    with SimulatedCard(custom_card(1 << 20), allocator="exact", context_bytes=0) as device:
+@pytest.fixture(params=[False, True], ids=["", "in order"])
+def device(request: pytest.FixtureRequest) -> Iterator[SimulatedCard]:
+    with SimulatedCard(
+        custom_card(1 << 20), allocator="exact", context_bytes=0, check_order=request.param
+    ) as device:
         yield device
         device.check_integrity()
         assert device.read().allocated_bytes == 0
