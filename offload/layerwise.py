@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .compiled import retrace, untraced
 from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
@@ -160,8 +161,9 @@ class LayerwiseOffload(Placement):
         if self.pin is not None:
             self.pin_masters(self.pin)
         for i, layer in enumerate(self._modules):
-            self._handles.append(layer.register_forward_pre_hook(_Enter(self, i)))
-            self._handles.append(layer.register_forward_hook(_Leave(self, i)))
+            self._handles.append(layer.register_forward_pre_hook(untraced(_Enter(self, i))))
+            self._handles.append(layer.register_forward_hook(untraced(_Leave(self, i))))
+        retrace()
 
     def remove(self) -> None:
         """`release_all`, the hooks gone without trace, and nothing pinned."""
@@ -181,21 +183,30 @@ class LayerwiseOffload(Placement):
         resident: frozenset[int] | None = None,
     ) -> None:
         self._in_use = True
+        self._copies.join()
         self._held = frozenset()
         if holds_resident_set:
             self._held = self._resident if resident is None else resident
         self.layers_run_in_use = set()
         self._order.begin(passes)
         self._ahead.clear()
+        timer = self.timer
+        if timer is not None:
+            timer.begin()
+            timer.reach()
         for i in [i for i, loaded in self._loaded.items() if loaded.streamed]:
             self._give_up(i)  # fetched ahead by a use that was begun and not ended
+        copied_bytes = 0
         if not self._rest_loaded:
             self._copies.wait(self._rest.onload(self._copies))
             self._rest_loaded = True
+            copied_bytes = self._rest.nbytes
         for i in sorted(self._held - self._loaded.keys()):
             self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
         if self._order.known:
             self._prefetch_pass()
+        if timer is not None:
+            timer.start(None, copied_bytes)
 
     def release_after_use(
         self, keep_resident: bool = False, retained: frozenset[int] | None = None
@@ -205,7 +216,11 @@ class LayerwiseOffload(Placement):
         kept = frozenset[int]()
         if keep_resident:
             kept = self._held if retained is None else self._held & retained
-        for i in self._loaded.keys() - kept:
+        leaving = self._loaded.keys() - kept
+        for i in leaving:
+            self._await(self._loaded[i])
+        self._copies.join()
+        for i in leaving:
             self._give_up(i)
         if not keep_resident and self._rest_loaded:
             self._rest.offload()
@@ -250,18 +265,29 @@ class LayerwiseOffload(Placement):
             self._ahead.clear()
         self.layers_run.add(i)
         self.layers_run_in_use.add(i)
+        timer = self.timer
+        if timer is not None:
+            timer.reach()
         loaded = self._loaded.get(i) or self._load_streamed(i)
-        if loaded.copied is not None:
-            self._copies.wait(loaded.copied)
-            loaded.copied = None
+        is_new = loaded.copied is not None
+        self._await(loaded)
         self._prefetch(self._ahead_of(i))
+        if timer is not None:
+            timer.start(i, self._layers[i].nbytes if is_new else 0)
 
     def _leave(self, i: int) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.end(i)
         if i in self._loaded and self._is_streamed(i):
             self._give_up(i)
         order = self._order
         if order.known and order.passes_left > 1 and order.is_last(i):
+            if timer is not None:
+                timer.reach()
             self._prefetch_pass()
+            if timer is not None:
+                timer.start(None, 0)
 
     def _prefetch_pass(self) -> None:
         """Fetch the first streamed layers of the pass to come."""
@@ -322,10 +348,14 @@ class LayerwiseOffload(Placement):
         self._loaded[i] = loaded
         return loaded
 
+    def _await(self, loaded: _Loaded) -> None:
+        if loaded.copied is not None:
+            self._copies.wait(loaded.copied)
+            loaded.copied = None
+
     def _give_up(self, i: int) -> None:
         loaded = self._loaded.pop(i)
-        if loaded.copied is not None:  # freed memory must not be written by a late copy
-            self._copies.wait(loaded.copied)
+        self._await(loaded)  # freed memory must not be written by a late copy
         self._layers[i].offload()
         if loaded.streamed:
             self._window.append(loaded.buffer)

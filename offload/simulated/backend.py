@@ -91,7 +91,16 @@ def register() -> tuple[Any, ...]:
             kernels.impl(name, functools.partial(dispatch, op), "PrivateUse1")
     _patch_deepcopy()
     _patch_tolist()
+    _keep_from_the_compiler()
     return fallback, kernels
+
+
+def _keep_from_the_compiler() -> None:
+    """Where torch.compile leaves a frame to Python, it tries the frames that are called in there:
+    these here are what stands for kernels."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(__package__)
 
 
 def _same_layout(tensor: torch.Tensor, source: torch.Tensor) -> bool:

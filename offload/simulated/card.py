@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
 from ..cards import Card
-from ..device import Device, Identity, Reading, Transfers
+from ..device import Device, Identity, Reading, Traits, Transfers
 from ..errors import DeviceBusyError, DeviceIntegrityError, InputError
-from ..host import pinned_charge_bytes
 from ..oom import Shortfall
+from ..pinning import pinned_charge_bytes
 from .allocator import Allocator, AllocatorFull, CachingAllocator
 from .backend import register
+from .clock import Clock, Timeline
 from .dispatch import is_defined
 from .exact import ExactAllocator
 from .faults import Faults
+from .hostwatch import HostWatch
+from .ordering import Ordering
 from .slot import card_in_slot, put_in
 from .storage import DEVICE_TYPE, live_buffers, live_bytes
+from .streams import Charge, SimulatedEvent, SimulatedStream, Streams
 from .virtual import is_virtual, mark_virtual
 
 MIB = 1 << 20
@@ -33,31 +37,9 @@ CONTEXT_BYTES = 376 * MIB
 """The CUDA context's share in the motivating case: steady memory less weights (FINDINGS, F)."""
 
 _COMPUTED_ELEMENTS = 1 << 16
+_NO_LIMIT_BYTES = 1 << 60
 
 AllocatorKind = Literal["caching", "expandable", "exact"]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedEvent:
-    """A point in a stream: the work before it was done when it was recorded."""
-
-    stream: SimulatedStream
-
-    def synchronize(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStream:
-    """Kernels and copies end when they return, so order is kept without waiting."""
-
-    number: int
-
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent(self)
-
-    def wait_event(self, event: object) -> None:
-        pass
 
 
 class SimulatedCard(Device):
@@ -68,8 +50,12 @@ class SimulatedCard(Device):
     small that 2 MiB segments would be all there is. `context_bytes` is what the driver takes for
     the process, `others_bytes` what other processes hold; the latter may change at any time.
 
-    Raises InputError if nothing is left for tensors, DeviceBusyError if another card's tensors are
-    still alive when this one is put in.
+    `check_order`: work that isn't made to wait for what it depends on raises OrderError.
+    `clock`: work takes time. `spills`: a full card goes on in host memory, as under WDDM; what is
+    allocated beyond its limit stays there, and operations on it take `spill_factor` times as long.
+
+    Raises InputError if nothing is left for tensors, or a card that spills has no clock;
+    DeviceBusyError if another card's tensors are still alive when this one is put in.
     """
 
     def __init__(
@@ -80,6 +66,10 @@ class SimulatedCard(Device):
         allocator: AllocatorKind = "caching",
         context_bytes: int = CONTEXT_BYTES,
         others_bytes: int = 0,
+        check_order: bool = False,
+        clock: Clock | None = None,
+        spills: bool = False,
+        spill_factor: float = 8.0,
     ) -> None:
         if context_bytes < 0 or others_bytes < 0:
             raise InputError(
@@ -92,26 +82,39 @@ class SimulatedCard(Device):
                 f"{context_bytes / GIB:.2f} and others {others_bytes / GIB:.2f}: nothing is left",
                 hint="name a larger card, or lower --context or --others",
             )
+        if spills and clock is None:
+            raise InputError(
+                f"{card.name} spills and has no clock, so nothing would tell",
+                hint="give it a clock: spilled memory is told by its time alone",
+            )
         self.card = card
         self.faults = Faults()
+        self._traits = Traits(simulated=True, spills=spills, timed=clock is not None)
         self.virtual_above = _COMPUTED_ELEMENTS if virtual else None
         self._context_bytes = context_bytes
         self._others_bytes = others_bytes
         self._allocator: Allocator
         if allocator == "exact":
-            self._allocator = ExactAllocator(self._limit_bytes)
+            self._allocator = ExactAllocator(self._allocator_limit_bytes)
         else:
             self._allocator = CachingAllocator(
-                self._limit_bytes, expandable_segments=allocator == "expandable"
+                self._allocator_limit_bytes, expandable_segments=allocator == "expandable"
             )
         self.pinned_bytes = 0
         self._transfers = Transfers()
-        self._stream = SimulatedStream(0)
-        self._streams = 1
+        self.streams = Streams(
+            Ordering() if check_order else None,
+            None if clock is None else Timeline(clock, spill_factor=spill_factor),
+        )
+        self._host_watch: HostWatch | None = None
 
     @property
     def _limit_bytes(self) -> int:
         return max(self.card.total_bytes - self._context_bytes - self._others_bytes, 0)
+
+    @property
+    def _allocator_limit_bytes(self) -> int:
+        return _NO_LIMIT_BYTES if self._traits.spills else self._limit_bytes
 
     @property
     def others_bytes(self) -> int:
@@ -120,7 +123,7 @@ class SimulatedCard(Device):
     @others_bytes.setter
     def others_bytes(self, value: int) -> None:
         self._others_bytes = value
-        self._allocator.limit_bytes = self._limit_bytes
+        self._allocator.limit_bytes = self._allocator_limit_bytes
 
     @property
     def context_bytes(self) -> int:
@@ -129,11 +132,27 @@ class SimulatedCard(Device):
     @context_bytes.setter
     def context_bytes(self, value: int) -> None:
         self._context_bytes = value
-        self._allocator.limit_bytes = self._limit_bytes
+        self._allocator.limit_bytes = self._allocator_limit_bytes
 
     @property
     def identity(self) -> Identity:
         return Identity(self.card.name, f"SIM-{self.card.name.replace(' ', '-')}")
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def ordering(self) -> Ordering | None:
+        return self.streams.ordering
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return self.streams.timeline
+
+    @property
+    def watch(self) -> Streams | None:
+        return self.streams if self.streams.are_watched else None
 
     @property
     def torch_device(self) -> torch.device:
@@ -165,22 +184,27 @@ class SimulatedCard(Device):
         self._allocator.release_cache()
 
     def synchronize(self) -> None:
-        pass
+        self.streams.synchronize()
 
     def new_stream(self) -> SimulatedStream:
-        self._streams += 1
-        return SimulatedStream(self._streams - 1)
+        return self.streams.new()
 
     def current_stream(self) -> SimulatedStream:
-        return self._stream
+        return self.streams.current
 
-    @contextmanager
-    def on(self, stream: SimulatedStream) -> Iterator[None]:  # type: ignore[override]
-        outer, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = outer
+    def on(self, stream: SimulatedStream) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.streams.on(stream)
+
+    def mark(self) -> SimulatedEvent:
+        if not self._traits.timed:
+            super().mark()
+        return self.streams.record(self.streams.current)
+
+    def seconds(self, since: SimulatedEvent, until: SimulatedEvent) -> float:  # type: ignore[override]
+        if since.at_s is None or until.at_s is None:
+            return super().seconds(since, until)
+        until.synchronize()
+        return until.at_s - since.at_s
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         if is_virtual(host):
@@ -188,6 +212,7 @@ class SimulatedCard(Device):
             mark_virtual(pinned)
         else:
             pinned = host.clone()
+        self.streams.pin(pinned)
         charge = pinned_charge_bytes(pinned.nbytes)
         self.pinned_bytes += charge
         weakref.finalize(pinned.untyped_storage(), self._unpinned, charge).atexit = False
@@ -210,12 +235,23 @@ class SimulatedCard(Device):
 
     def allocate(self, nbytes: int) -> Callable[[], None]:
         self.faults.allocation()
+        streams, allocator = self.streams, self._allocator
+        ordering, stream = streams.ordering, streams.current.number
+        history = None if ordering is None else ordering.allocate(nbytes, stream)
         try:
-            block = self._allocator.allocate(nbytes, self._stream.number)
+            block = allocator.allocate(nbytes, stream)
         except AllocatorFull as full:
             raise self._out_of_memory(full) from None
-        allocator = self._allocator
-        return lambda: allocator.free(block)
+        if not streams.are_watched:
+            return lambda: allocator.free(block)
+        spilled = nbytes > 0 and allocator.allocated_bytes > self._limit_bytes
+
+        def give_back() -> None:
+            if ordering is not None and history is not None:
+                ordering.free(history)
+            allocator.free(block)
+
+        return Charge(give_back, history, spilled=spilled)
 
     def _out_of_memory(self, full: AllocatorFull) -> torch.OutOfMemoryError:
         free = max(full.limit_bytes - full.reserved_bytes, 0)
@@ -231,7 +267,7 @@ class SimulatedCard(Device):
         error.shortfall = Shortfall(full.requested_bytes, free)  # type: ignore[attr-defined]
         return error
 
-    def count_copy(self, h2d_bytes: int, d2h_bytes: int) -> None:
+    def cross_bus(self, h2d_bytes: int, d2h_bytes: int) -> None:
         self.faults.copy()
         now = self._transfers
         if h2d_bytes:
@@ -250,7 +286,7 @@ class SimulatedCard(Device):
             "memory_allocated": lambda device=None: allocator.allocated_bytes,
             "memory_reserved": lambda device=None: allocator.reserved_bytes,
             "reset_peak_memory_stats": lambda device=None: self.reset_peaks(),
-            "synchronize": lambda device=None: None,
+            "synchronize": lambda device=None: self.synchronize(),
         }
 
     def __enter__(self) -> SimulatedCard:
@@ -268,6 +304,9 @@ class SimulatedCard(Device):
             )
         register()
         put_in(self)
+        if self.ordering is not None:
+            self._host_watch = HostWatch(self.ordering)
+            self._host_watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -276,6 +315,9 @@ class SimulatedCard(Device):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._host_watch is not None:
+            self._host_watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            self._host_watch = None
         put_in(None)
 
     def __str__(self) -> str:

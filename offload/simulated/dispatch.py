@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ..errors import VirtualDataError
 from . import attention
 from .geometry import Geometry, Traits, geometry, map_nested, traits_of
-from .slot import card
+from .slot import card, watch
 from .storage import (
     DEVICE_TYPE,
     alias,
@@ -25,6 +25,7 @@ from .storage import (
     span,
 )
 from .virtual import is_virtual, mark_virtual
+from .work import tensors_in
 
 _aten = torch.ops.aten
 
@@ -65,24 +66,25 @@ def _adopt(result: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 # Indices may come from the host, as on CUDA.
 _MIXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 def dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
+    watcher = watch()
+    if watcher is None:
+        return _run(op, args, kwargs)
+    result = _run(op, args, kwargs)
+    watcher.ran(op, args, kwargs, result)
+    return result
+
+
+def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = op._schema.name
     special = SPECIAL.get(name)
     if special is not None:
         return special(op, *args, **kwargs)
-    inputs = [*_tensors(args), *_tensors(kwargs.values())]
+    inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
     traits = traits_of(op)
     if traits.is_view:
         return _view(op, args, kwargs)
@@ -157,12 +159,12 @@ def _propagate(op: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str,
     written = [args[i] for i in traits.writes if i < len(args)]
     written += [kwargs[name] for name in traits.writes_by_name if name in kwargs]
     if traits.writes:
-        if traits.returns and any(tensor.numel() == 0 for tensor in _tensors(written)):
+        if traits.returns and any(tensor.numel() == 0 for tensor in tensors_in(written)):
             made = geometry(op, args, kwargs)
             for tensor, result in zip(written, made if traits.returns > 1 else [made], strict=True):
                 if tensor.size() != result.size:  # out= variants resize an empty output
                     tensor.data = _empty(result.size, result.stride, result.dtype)
-        for tensor in _tensors(written):
+        for tensor in tensors_in(written):
             if on_card(tensor):
                 buffer_of(tensor).virtual = True
         if traits.returns == 0:
@@ -209,9 +211,9 @@ def _copy_from(
 ) -> torch.Tensor:
     slot, nbytes = card(), target.numel() * target.element_size()
     if on_card(target) and not on_card(source):
-        slot.count_copy(nbytes, 0)
+        slot.cross_bus(nbytes, 0)
     elif on_card(source) and not on_card(target):
-        slot.count_copy(0, nbytes)
+        slot.cross_bus(0, nbytes)
     if _undefined(source) or (on_card(target) and _skips((target,)) and _skips((source,))):
         if on_card(target):
             buffer_of(target).virtual = True
@@ -266,11 +268,11 @@ def _set(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _convolution(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return dispatch(_aten.convolution.default, *args, **kwargs)
+    return _run(_aten.convolution.default, args, kwargs)
 
 
 def _local_scalar(op: Any, tensor: torch.Tensor) -> Any:
-    card().count_copy(0, tensor.element_size())
+    card().cross_bus(0, tensor.element_size())
     if _undefined(tensor):
         raise VirtualDataError(
             f"the value of a {tensor.dtype} tensor that has only a shape was asked for",
@@ -279,8 +281,11 @@ def _local_scalar(op: Any, tensor: torch.Tensor) -> Any:
     return op(alias(tensor))
 
 
-def _record_stream(op: Any, tensor: torch.Tensor, stream: Any) -> None:
+def _record_stream(op: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Nothing to defer: the simulated card has finished a kernel when it returns."""
+    watcher = watch()
+    if watcher is not None:
+        watcher.record_stream(tensor, stream.stream_id)
 
 
 def _fused_attention(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,13 +62,15 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class Buffer:
-    """The host bytes under one device storage. `virtual`: they hold no values."""
+    """The host bytes under one device storage. `virtual`: they hold no values. `charge` is what
+    the card was asked for them with, and is called when the storage dies."""
 
-    __slots__ = ("data", "nbytes", "virtual")
+    __slots__ = ("charge", "data", "nbytes", "virtual")
 
-    def __init__(self, data: torch.Tensor, nbytes: int) -> None:
+    def __init__(self, data: torch.Tensor, nbytes: int, charge: Callable[[], None]) -> None:
         self.data = data
         self.nbytes = nbytes
+        self.charge = charge
         self.virtual = False
 
 
@@ -97,15 +99,15 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 
 def new_storage(
-    nbytes: int, released: Callable[[], None], data: torch.Tensor | None = None
+    nbytes: int, charge: Callable[[], None], data: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A uint8 tensor over a new device storage; `released` is called when the storage dies.
+    """A uint8 tensor over a new device storage; `charge` is called when the storage dies.
 
     `data`: host bytes, of a storage that nobody else writes, to be the device's.
     """
     if data is None:
         data = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-    buffer = Buffer(data, nbytes)
+    buffer = Buffer(data, nbytes, charge)
     size = ctypes.sizeof(_DLManagedTensor)
     address = _libc.malloc(size + 16)
     extents = (ctypes.c_int64 * 2).from_address(address + size)
@@ -126,13 +128,12 @@ def new_storage(
     _buffers[key] = buffer
     tensor: torch.Tensor = from_dlpack(_new_capsule(address, b"dltensor", None))
     # CPython keeps the exception in flight around a weakref callback, which the deleter does not.
-    weakref.finalize(tensor.untyped_storage(), _release, key, released).atexit = False
+    weakref.finalize(tensor.untyped_storage(), _release, key).atexit = False
     return tensor
 
 
-def _release(key: int, released: Callable[[], None]) -> None:
-    del _buffers[key]
-    released()
+def _release(key: int) -> None:
+    _buffers.pop(key).charge()
 
 
 def as_strided(

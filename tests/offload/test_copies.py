@@ -61,9 +61,9 @@ class RecordingCard(SimulatedCard):
         finally:
             self.current = self.compute
 
-    def count_copy(self, h2d_bytes: int, d2h_bytes: int) -> None:
+    def cross_bus(self, h2d_bytes: int, d2h_bytes: int) -> None:
         self.copied_on.append(self.current.name)
-        super().count_copy(h2d_bytes, d2h_bytes)
+        super().cross_bus(h2d_bytes, d2h_bytes)
 
 
 @pytest.fixture

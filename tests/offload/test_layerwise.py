@@ -18,7 +18,9 @@ from residency.offload.simulated.faults import InjectedError
 
 @pytest.fixture
 def device() -> Iterator[SimulatedCard]:
-    with SimulatedCard(custom_card(1 << 20), allocator="exact", context_bytes=0) as device:
+    with SimulatedCard(
+        custom_card(1 << 20), allocator="exact", context_bytes=0, check_order=True
+    ) as device:
         yield device
         device.check_integrity()
         assert device.read().allocated_bytes == 0
@@ -347,6 +349,7 @@ def test_a_layer_moved_behind_its_back_is_found(device: SimulatedCard):
     offload.check_integrity()
     offload.begin_use(holds_resident_set=True)
     offload.check_integrity()
+    device.synchronize()
     module.first[0].to("cpu")
     with pytest.raises(OffloadError, match=r"\(8, 16\) should be on simgpu and is on cpu"):
         offload.check_integrity()

@@ -19,9 +19,11 @@ from residency.offload.simulated.card import SimulatedCard
 from residency.offload.simulated.faults import InjectedError
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedCard]:
-    with SimulatedCard(custom_card(1 << 20), allocator="exact", context_bytes=0) as device:
+@pytest.fixture(params=[False, True], ids=["", "in order"])
+def device(request: pytest.FixtureRequest) -> Iterator[SimulatedCard]:
+    with SimulatedCard(
+        custom_card(1 << 20), allocator="exact", context_bytes=0, check_order=request.param
+    ) as device:
         yield device
         device.check_integrity()
         assert device.read().allocated_bytes == 0
@@ -111,6 +113,7 @@ def test_a_layer_that_raises_is_undone_as_well(device: SimulatedCard):
     with pytest.raises(IndexError):
         module(row().to(device.torch_device))
     module.path = range(6)
+    device.synchronize()
     before[".path"] = snapshot(module)[".path"]
     assert_undone(module, before, offload, device)
 

@@ -1,0 +1,29 @@
+"""Hooks on modules that torch.compile may compile, before or after they are hooked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+
+def untraced(hook: Hook) -> Hook:
+    """`hook`, run as it stands each time. A graph ends where it is called.
+
+    Traced, it would be run once, and what it did then be in the graph.
+    """
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def retrace() -> None:
+    """Forget the graphs there are, which are of modules without the hooks that they have now.
+
+    torch.compile guards the hooks that it has seen, and doesn't look for new ones: a graph that
+    was made before goes on without them.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
