@@ -10,10 +10,13 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..offload.compiled import retrace, untraced
 from ..offload.device import Device, Reading, Transfers
 from ..offload.strategy import Strategy
+from ..offload.timing import UseTime
 from .component import Component
 from .graph import PhaseGraph
+from .limit import Limit
 from .use import ComponentUse
 from .watch import Call, phases, watch
 
@@ -36,6 +39,10 @@ class RequestTrace:
     transfers: Transfers = field(default_factory=Transfers)
     layers_run: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
     """By phase and component, of components that are streamed."""
+    use_times: dict[tuple[str, str], UseTime] = field(default_factory=dict)
+    """By phase and component, of components that are timed."""
+    seconds: float | None = None
+    """Of the device, from first to last; None where it has no clock."""
 
 
 class Conductor:
@@ -56,6 +63,7 @@ class Conductor:
         self.strategies = strategies
         self.device = device
         self.graph: PhaseGraph | None = None
+        self.limit = Limit()
         self._entries: frozenset[Call] = frozenset()
         self._handles: list[RemovableHandle] = []
         self._phase: str | None = None
@@ -76,8 +84,9 @@ class Conductor:
             for module in component.module.modules():
                 if module in entered and not isinstance(module, nn.ModuleList):
                     # before those of a layer that is entered itself, which need the use begun
-                    hook = _Entered(self, component.name)
+                    hook = untraced(_Entered(self, component.name))
                     self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        retrace()
 
     def remove(self) -> None:
         while self._handles:
@@ -92,10 +101,14 @@ class Conductor:
         self._settle()
         self._begin_reading()
         begin = self._since
+        is_timed = self.device.traits.timed
+        began = self.device.mark() if is_timed else None
         try:
             yield trace
             self._end_phase()
             trace.transfers = self.device.transfers - begin
+            if began is not None:
+                trace.seconds = self.device.seconds(began, self.device.mark())
         except BaseException:
             for component in self._open:
                 self.strategies[component].placement.release_all()
@@ -122,7 +135,8 @@ class Conductor:
 
     def enter(self, component: str) -> None:
         """`component` is about to work. Raises torch.OutOfMemoryError where its weights don't fit,
-        PhaseError where no phase uses it."""
+        PhaseError where no phase uses it, StoppedError where `limit` says so."""
+        self.limit.check()
         if component in self._open:
             return
         phase = self._phase_of(component)
@@ -161,6 +175,8 @@ class Conductor:
             if self._trace is not None:
                 ran = frozenset(strategy.placement.layers_run_in_use)
                 self._trace.layers_run[use.phase, component] = ran
+                if strategy.placement.timer is not None:
+                    self._trace.use_times[use.phase, component] = strategy.placement.timer.use()
             strategy.finish(use)
         self._phase = None
 

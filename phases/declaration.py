@@ -45,18 +45,25 @@ def declare(
     components: Iterable[Component],
     residency: Mapping[str, str],
     resident_layers: Mapping[str, str],
+    *,
+    unified: bool = False,
 ) -> dict[str, Declaration]:
     """One declaration for each component.
 
     What `residency` leaves open: a VAE, which is small and runs in many short passes, and whatever
-    has no layer groups are resident; the rest is streamed layer by layer.
-    Raises InputError for names and numbers that can't be, and for resident layers where no
-    component that they are declared for is layerwise: they would do nothing.
+    has no layer groups are resident; the rest is streamed layer by layer. Where memory is
+    `unified` all is resident: a copy from it to itself costs time and takes its bytes twice.
+    Raises InputError for names and numbers that can't be, for resident layers where no component
+    that they are declared for is layerwise, since they would do nothing, and for offload where
+    memory is unified.
     """
     parts = {component.name: component for component in components}
     groups = {name: layer_groups(component.module) for name, component in parts.items()}
     modes = {name: _default(component, groups[name]) for name, component in parts.items()}
+    if unified:
+        modes = dict.fromkeys(parts, ResidencyMode.RESIDENT)
     modes |= {name: _mode(text) for name, text in resolve(residency, parts).items()}
+    _check_unified(unified, modes)
     layerwise = [name for name, mode in modes.items() if mode is ResidencyMode.LAYERWISE_OFFLOAD]
     for selector, text in resident_layers.items():
         selected = [*select(selector, parts)]
@@ -77,6 +84,27 @@ def declare(
         pin = f"{selector}={text}" if name in layers else None
         declared[name] = Declaration(mode, count_layers(text, groups[name]), pin)
     return declared
+
+
+def left_to_size(
+    declarations: Mapping[str, Declaration], resident_layers: Mapping[str, str]
+) -> frozenset[str]:
+    """Layerwise components for which the user declared no resident layers."""
+    declared = resolve(resident_layers, declarations)
+    layerwise = (
+        name for name, each in declarations.items() if each.mode is ResidencyMode.LAYERWISE_OFFLOAD
+    )
+    return frozenset(layerwise) - declared.keys()
+
+
+def _check_unified(unified: bool, modes: Mapping[str, ResidencyMode]) -> None:
+    offloaded = [name for name, mode in modes.items() if mode is not ResidencyMode.RESIDENT]
+    if unified and offloaded:
+        raise InputError(
+            f"{offloaded[0]} is {modes[offloaded[0]]}, and host and device are one memory here: "
+            "offload would copy weights within it",
+            hint=f"declare {offloaded[0]}=resident, or leave it out",
+        )
 
 
 def _mode(text: str) -> ResidencyMode:

@@ -84,10 +84,15 @@ class PhaseGraph:
         uses = self.uses_in(use.phase)
         uses[use.component] = replace(uses[use.component], retain_resident_layers=retain)
 
-    def assign(self, use: ComponentUse) -> None:
-        """Set `retain_resident_layers` and the two sets as `use` has them; passes stay."""
+    def assign(self, use: ComponentUse) -> bool:
+        """Set `retain_resident_layers` and the two sets as `use` has them; passes stay.
+
+        Whether that changed anything.
+        """
         uses = self.uses_in(use.phase)
-        uses[use.component] = replace(use, passes=uses[use.component].passes)
+        before = uses[use.component]
+        uses[use.component] = replace(use, passes=before.passes)
+        return uses[use.component] != before
 
     def is_retained(self, use: ComponentUse) -> bool:
         return self.uses_in(use.phase)[use.component].retain_resident_layers

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..offload.errors import InputError, PhaseError
+from ..offload.errors import InputError, PhaseError, StoppedError
+from ..offload.frames import cut_off
 from ..offload.oom import Shortfall
 from .conductor import Conductor, RequestTrace
 from .diffusers import DiffusersPipeline
@@ -31,6 +31,13 @@ class ShapeRun:
     """Of the requests, in order."""
     output: torch.Tensor | None
     """On the host; None where the data is virtual."""
+    deviation: float = 0.0
+    """How far the outputs of its requests, which ask for the same, are apart at the most."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a request in the steady state: the last. None where the device has no clock."""
+        return self.traces[-1].seconds
 
     def peak_bytes(self, phase: str) -> int:
         """The most that tensors held in `phase`, over all requests."""
@@ -52,6 +59,12 @@ class ShapeRun:
             for reading in trace.readings
             if reading.phase == phase
         )
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator ran out and tried again, in a request of the steady state."""
+        last, before = self.traces[-1].readings, self.traces[-2].readings
+        return last[-1].reading.alloc_retries - before[-1].reading.alloc_retries
 
     @property
     def h2d_bytes(self) -> int:
@@ -77,11 +90,7 @@ class Failure:
         failure = cls(
             phase, shape, is_oom, Shortfall.of(error) if is_oom else None, f"{kind}{error}"
         )
-        seen: BaseException | None = error
-        while seen is not None:
-            traceback.clear_frames(seen.__traceback__)
-            seen.__traceback__ = None
-            seen = seen.__context__
+        cut_off(error)
         return failure
 
 
@@ -92,7 +101,9 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class Made:
+    """What one request of a sweep made."""
+
     trace: RequestTrace
     shape: Shape
     output: torch.Tensor | None
@@ -118,7 +129,7 @@ class Warmup:
         first = None
         for shape in self.shapes:
             with self.conductor.watching():
-                result = self._request(shape)
+                result = self.request(shape)
             graph = self.conductor.graph
             if isinstance(result, Failure):
                 return replace(result, phase=None if graph is None else graph.phases[-1])
@@ -158,17 +169,21 @@ class Warmup:
     def _sweep(self) -> Sweep:
         runs: list[ShapeRun] = []
         for shape in self.shapes:
-            done: list[_Request] = []
+            done: list[Made] = []
             for _ in range(REQUESTS):
-                result = self._request(shape)
+                result = self.request(shape)
                 if isinstance(result, Failure):
                     return Sweep(tuple(runs), result)
                 done.append(result)
             traces = tuple(request.trace for request in done)
-            runs.append(ShapeRun(shape, done[-1].shape, traces, done[-1].output))
+            output = done[-1].output
+            apart = max(_apart(each.output, output) for each in done)
+            runs.append(ShapeRun(shape, done[-1].shape, traces, output, apart))
         return Sweep(tuple(runs))
 
-    def _request(self, shape: Shape) -> _Request | Failure:
+    def request(self, shape: Shape) -> Made | Failure:
+        """One request of a sweep's steps. Raises InputError where the pipeline refuses it,
+        StoppedError where the conductor's limit ends it."""
         conductor = self.conductor
         if conductor.graph is not None and shape in self._passes:
             conductor.graph.expect(self._passes[shape])
@@ -178,10 +193,16 @@ class Warmup:
                 made = self.pipeline.run(replace(shape, steps=self.steps(shape)))
                 defined = conductor.device.is_defined(made.value)
                 output = made.value.cpu() if defined else None
-            return _Request(trace, made.shape, output)
-        except InputError:
+            return Made(trace, made.shape, output)
+        except (InputError, StoppedError):
             raise
         except Exception as error:
             failure = Failure.of(error, trace.phase if trace else None, shape)
         gc.collect()
         return failure
+
+
+def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or torch.equal(one, other):
+        return 0.0
+    return float((one.double() - other.double()).abs().nan_to_num(0.0).max())

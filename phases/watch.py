@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ..offload.compiled import retrace, untraced
 from .component import Component, ComponentGroup
 from .graph import Phase
 from .use import ComponentUse
@@ -55,14 +56,16 @@ def watch(components: Iterable[Component], called: Callable[[str], None]) -> Ite
             depth[home[0]] -= 1
 
     handles = [
-        register_module_forward_pre_hook(before),
-        register_module_forward_hook(after, always_call=True),
+        register_module_forward_pre_hook(untraced(before)),
+        register_module_forward_hook(untraced(after), always_call=True),
     ]
+    retrace()
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
+        retrace()
 
 
 def phases(calls: Sequence[Call]) -> list[Phase]:

@@ -147,3 +147,13 @@ def test_resident_layers_of_all_are_those_of_all_that_are_layerwise():
     declared = declare(parts, {}, {"all": "all"})
     assert declared["transformer"].resident_layers == (5,)
     assert declared["vae"].resident_layers == ()
+
+
+def test_where_memory_is_unified_everything_is_resident():
+    declared = declare(toys(), {}, {}, unified=True)
+    assert {each.mode for each in declared.values()} == {ResidencyMode.RESIDENT}
+
+
+def test_where_memory_is_unified_offload_is_refused_by_name():
+    with pytest.raises(InputError, match=r"text_encoder is layerwise-offload.*one memory"):
+        declare(toys(), {"text_encoder": "layerwise-offload"}, {}, unified=True)
