@@ -2,9 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-PACKAGES := cli cli/render offload offload/simulated phases planner
+PACKAGES := cli cli/render offload offload/cuda offload/simulated phases planner planner/choosing planner/journal planner/planfile planner/ranks planner/serving
 
-.PHONY: plan test check bench sizes
+.PHONY: plan test check bench sizes gpu-report
 
 # One pipeline, one set of layers, two cards: opposite decisions.
 plan: $(VENV)/.ready
@@ -27,10 +27,14 @@ bench: $(VENV)/.ready
 sizes: $(VENV)/.ready
 	$(BIN)/python -m tests.bench.sizes
 
+# What a real card says; without make: python -m tests.gpu.report, in a checkout, nothing installed.
+gpu-report: $(VENV)/.ready
+	$(BIN)/python -m tests.gpu.report --out results.json
+
 # The packages are installed as links to their files: a folder whose list of files has changed is
 # linked anew.
 $(VENV)/.ready: pyproject.toml $(PACKAGES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable ".[diffusers,dev]"
+	$(BIN)/pip install --quiet --editable ".[diffusers,server,dev]"
 	touch $@

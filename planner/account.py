@@ -1,17 +1,20 @@
-"""The account of a settlement: the plan, with its reasons and evidence."""
+"""The account of an outcome: the plan, with its reasons and evidence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from ..offload.cards import Card
 from ..phases.headroom import Headroom
 from ..phases.use import ComponentUse
 from ..phases.warmup import Failure
 from .candidate import Candidate
+from .choosing.instance import Choice
+from .choosing.part import Place, copied_bytes, copy_seconds
 from .explain import binding_place, everything, explain
 from .measured import Measured
-from .part import Place, copied_bytes, copy_seconds
+from .outcome import Outcome, Try
 from .plan import (
     Attempt,
     BytesPerRequest,
@@ -25,7 +28,8 @@ from .plan import (
     Status,
     UsePlan,
 )
-from .settle import Settings, Settlement, Try
+from .planfile.fingerprint import Fingerprint
+from .settings import Settings
 
 # A reason, and where it applies: bytes short, phase, shape.
 _Stop = tuple[Reason, int | None, str | None, str | None]
@@ -33,45 +37,61 @@ _NOWHERE = (None, None, None)
 
 
 def account(
-    settlement: Settlement, settings: Settings, card: Card, needs: Sequence[Headroom] = ()
+    outcome: Outcome,
+    settings: Settings,
+    card: Card,
+    needs: Sequence[Headroom] = (),
 ) -> Plan:
-    """The plan for a settlement on a simulated card.
+    """The plan for a outcome on a simulated card.
 
     `needs`: the headroom of each phase where the baseline doesn't fit, and it was measured what
     it would take.
     """
-    installation = settlement.installation
-    reading = installation.device.read()
+    device = outcome.installation.device
+    reading = device.read()
+    pricing = settings.pricing if outcome.measured is None else outcome.measured.pricing
     return Plan(
         card=card.name,
         capacity_bytes=reading.total_bytes,
         others_bytes=reading.others_bytes,
         context_bytes=reading.context_bytes,
         margin_bytes=settings.margin_bytes,
-        status=_status(settlement),
-        components=tuple(_components(settlement)),
-        shapes=tuple(_shapes(settlement)),
-        uses=tuple(_uses(settlement)),
-        phases=tuple(_phases(settlement, settlement.headrooms or needs)),
-        attempts=tuple(_attempt(settlement, each) for each in settlement.tries),
-        infeasible=_infeasible(settlement, needs),
-        h2d_bytes_per_request=_bytes_per_request(settlement),
-        copy_bytes_per_s=settings.pricing.bytes_per_s,
-        copy_rate_source=settings.pricing.source,
+        status=_status(outcome),
+        components=tuple(_components(outcome)),
+        shapes=tuple(_shapes(outcome)),
+        uses=tuple(_uses(outcome)),
+        phases=tuple(_phases(outcome, outcome.headrooms or needs)),
+        attempts=tuple(_attempt(outcome, each) for each in outcome.tries),
+        infeasible=_infeasible(outcome, needs),
+        h2d_bytes_per_request=_bytes_per_request(outcome),
+        copy_bytes_per_s=pricing.bytes_per_s,
+        copy_rate_source=pricing.source,
         sizing="auto" if settings.sized else "declared",
-        explanation=explain(settlement, card),
-        device="simulated",
+        explanation=explain(outcome, card),
+        device="simulated" if device.traits.simulated else device.identity.name,
+        fingerprint=Fingerprint.of(
+            outcome.installation.pipeline,
+            device,
+            settings.declarations,
+            settings.shapes,
+            margin_bytes=settings.margin_bytes,
+            prefetch=settings.prefetch,
+            sized=settings.sized,
+            world_size=settings.agreement.world_size,
+        ),
     )
 
 
-def _status(settlement: Settlement) -> Status:
-    if settlement.failure is not None:
+def _status(outcome: Outcome) -> Status:
+    if outcome.failure is not None:
         return Status.INFEASIBLE
-    return Status.BASELINE_ONLY if settlement.committed is None else Status.COMMITTED
+    if outcome.proposed is not None:
+        return Status.PROPOSED
+    return Status.BASELINE_ONLY if outcome.committed is None else Status.COMMITTED
 
 
-def _components(settlement: Settlement) -> Iterator[ComponentPlan]:
-    installation = settlement.installation
+def _components(outcome: Outcome) -> Iterator[ComponentPlan]:
+    installation = outcome.installation
     for name, placement in installation.placements.items():
         yield ComponentPlan(
             name=name,
@@ -83,17 +103,17 @@ def _components(settlement: Settlement) -> Iterator[ComponentPlan]:
         )
 
 
-def _shapes(settlement: Settlement) -> Iterator[ShapePlan]:
-    if settlement.baseline is None:
-        for shape in settlement.installation.warmup.shapes:
+def _shapes(outcome: Outcome) -> Iterator[ShapePlan]:
+    if outcome.baseline is None:
+        for shape in outcome.installation.warmup.shapes:
             yield ShapePlan(asked=str(shape), run=None)
         return
-    for run in settlement.baseline.runs:
+    for run in outcome.baseline.runs:
         yield ShapePlan(asked=str(run.asked), run=run.run.size)
 
 
-def _uses(settlement: Settlement) -> Iterator[UsePlan]:
-    measured = settlement.measured
+def _uses(outcome: Outcome) -> Iterator[UsePlan]:
+    measured = outcome.measured
     if measured is None:
         return
     streamed = {
@@ -102,16 +122,16 @@ def _uses(settlement: Settlement) -> Iterator[UsePlan]:
         if not part.stays
         for u, use in enumerate(part.uses)
     }
-    for use in settlement.installation.graph.uses:
+    for use in outcome.installation.graph.uses:
         at = streamed.get((use.phase, use.component))
         if at is None:
-            yield _resident_use(settlement, use)
+            yield _resident_use(outcome, use)
         else:
-            yield _streamed_use(settlement, measured, use, *at)
+            yield _streamed_use(outcome, measured, use, *at)
 
 
-def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
-    placement = settlement.installation.placements[use.component]
+def _resident_use(outcome: Outcome, use: ComponentUse) -> UsePlan:
+    placement = outcome.installation.placements[use.component]
     return UsePlan(
         phase=use.phase,
         component=use.component,
@@ -134,20 +154,20 @@ def _resident_use(settlement: Settlement, use: ComponentUse) -> UsePlan:
 
 
 def _streamed_use(
-    settlement: Settlement,
+    outcome: Outcome,
     measured: Measured,
     use: ComponentUse,
     number: int,
     u: int,
 ) -> UsePlan:
-    choice = measured.baseline if settlement.committed is None else settlement.committed.choice
+    choice = measured.baseline if outcome.candidate is None else outcome.candidate.choice
     part, numbers, chosen = measured.parts[number], measured.instance.parts[number], choice[number]
     told = chosen if chosen.retains[u] else everything(measured)[number]
     saved = sum(
         copied_bytes(numbers, measured.baseline[number], each) - copied_bytes(numbers, told, each)
         for each in range(len(part.uses))
     )
-    reason, shortfall, phase, shape = _reason(settlement, measured, use, number, u)
+    reason, shortfall, phase, shape = _reason(outcome, measured, use, number, u)
     return UsePlan(
         phase=use.phase,
         component=use.component,
@@ -172,10 +192,8 @@ def _streamed_use(
     )
 
 
-def _reason(
-    settlement: Settlement, measured: Measured, use: ComponentUse, number: int, u: int
-) -> _Stop:
-    choice = measured.baseline if settlement.committed is None else settlement.committed.choice
+def _reason(outcome: Outcome, measured: Measured, use: ComponentUse, number: int, u: int) -> _Stop:
+    choice = measured.baseline if outcome.candidate is None else outcome.candidate.choice
     whole = everything(measured)[number]
     if choice[number].retains[u]:
         all_of_it = choice[number].retained[u] == whole.retained[u]
@@ -185,7 +203,7 @@ def _reason(
     if instance.seconds(alone) >= instance.seconds(choice):
         return Reason.NOTHING_SAVED, *_NOWHERE
     at_use = (use.phase, use.component)
-    for each in settlement.tries:
+    for each in outcome.tries:
         retaining = (t for t in each.candidate.uses if t.retain_resident_layers)
         if each.rolled_back and at_use in [(t.phase, t.component) for t in retaining]:
             at = each.judgement
@@ -200,9 +218,9 @@ def _reason(
     return reason, shortage.short_bytes, room.phase, room.shape
 
 
-def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:
-    measured = settlement.measured
-    binding = None if measured is None else binding_place(measured, settlement.committed)
+def _phases(outcome: Outcome, headrooms: Sequence[Headroom]) -> Iterator[PhasePlan]:
+    measured = outcome.measured
+    binding = None if measured is None else binding_place(measured, outcome.candidate)
     if measured is None:
         binding = min(
             range(len(headrooms)), key=lambda p: headrooms[p].headroom_bytes, default=None
@@ -213,32 +231,33 @@ def _phases(settlement: Settlement, headrooms: Sequence[Headroom]) -> Iterator[P
             shape=str(headroom.shape),
             peak_bytes=headroom.peak_bytes,
             headroom_bytes=headroom.headroom_bytes,
-            retained_bytes=_added(settlement, place),
-            learnt_bytes=_learnt(settlement, place),
+            retained_bytes=_added(outcome, place),
+            learnt_bytes=_learnt(outcome, place),
             binding=place == binding,
         )
 
 
-def _learnt(settlement: Settlement, place: Place) -> int:
-    measured, instance = settlement.measured, settlement.instance
+def _learnt(outcome: Outcome, place: Place) -> int:
+    measured, instance = outcome.measured, outcome.instance
     if measured is None or instance is None:
         return 0
     return measured.instance.places[place].room_bytes - instance.places[place].room_bytes
 
 
-def _added(settlement: Settlement, place: Place) -> int:
+def _added(outcome: Outcome, place: Place) -> int:
     """Device bytes that the plan has in a place beyond the baseline's."""
-    measured, committed = settlement.measured, settlement.committed
-    if measured is None or committed is None:
+    measured, candidate = outcome.measured, outcome.candidate
+    if measured is None or candidate is None:
         return 0
     instance = measured.instance
     before = instance.device_bytes(measured.baseline, place)
-    return instance.device_bytes(committed.choice, place) - before
+    return instance.device_bytes(candidate.choice, place) - before
 
 
-def _attempt(settlement: Settlement, each: Try) -> Attempt:
-    shortage, judgement, measured = each.shortage, each.judgement, settlement.measured
+def _attempt(outcome: Outcome, each: Try) -> Attempt:
+    shortage, judgement, measured = each.shortage, each.judgement, outcome.measured
     assert measured is not None
+    least = max(each.comparisons, key=lambda found: found.slower_s, default=None)
     return Attempt(
         retained=each.candidate.components,
         sets=tuple(_sets(measured, each.candidate)),
@@ -249,6 +268,9 @@ def _attempt(settlement: Settlement, each: Try) -> Attempt:
         shape=judgement.shape,
         shortfall_bytes=each.shortfall_bytes,
         detail=judgement.detail,
+        neighbour_bytes=judgement.neighbour_bytes,
+        seconds=None if least is None else median(least.candidate_s),
+        baseline_seconds=None if least is None else median(least.baseline_s),
         rolled_back=each.rolled_back,
     )
 
@@ -266,8 +288,8 @@ def _sets(measured: Measured, candidate: Candidate) -> Iterator[SetPlan]:
             )
 
 
-def _infeasible(settlement: Settlement, needs: Sequence[Headroom]) -> Infeasible | None:
-    failure = settlement.failure
+def _infeasible(outcome: Outcome, needs: Sequence[Headroom]) -> Infeasible | None:
+    failure = outcome.failure
     if failure is None:
         return None
     seen = None if failure.shortfall is None else failure.shortfall.short_bytes
@@ -287,18 +309,29 @@ def _short_at(failure: Failure, needs: Sequence[Headroom]) -> Iterator[int]:
             yield -(need.headroom_bytes + need.margin_bytes)
 
 
-def _bytes_per_request(settlement: Settlement) -> BytesPerRequest | None:
+def _bytes_per_request(outcome: Outcome) -> BytesPerRequest | None:
     """Of the shape whose baseline copies the most."""
-    baseline, planned, measured = settlement.baseline, settlement.planned, settlement.measured
+    baseline, planned, measured = outcome.baseline, outcome.planned, outcome.measured
     if baseline is None or planned is None or measured is None:
         return None
-    served = settlement.installation.h2d_bytes
-    committed = settlement.committed
+    served = outcome.installation.h2d_bytes
+    committed = outcome.committed
     before = [*measured.uses(measured.baseline)]
     after = before if committed is None else committed.uses
     pairs = [
         (served(old.asked, old.h2d_bytes, before), served(new.asked, new.h2d_bytes, after))
         for old, new in zip(baseline.runs, planned.runs, strict=True)
     ]
-    most = max(pairs)
-    return BytesPerRequest(baseline=most[0], planned=most[1])
+    before_bytes, after_bytes = max(pairs)
+    if outcome.proposed is not None:
+        after_bytes = before_bytes - _saved_bytes(measured, outcome.proposed.choice)
+    return BytesPerRequest(baseline=before_bytes, planned=after_bytes)
+
+
+def _saved_bytes(measured: Measured, choice: Choice) -> int:
+    """By the model, of the request whose seconds are counted."""
+    return sum(
+        copied_bytes(part, old, use) - copied_bytes(part, new, use)
+        for part, old, new in zip(measured.instance.parts, measured.baseline, choice, strict=True)
+        for use in range(len(part.uses))
+    )

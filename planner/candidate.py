@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..phases.use import ComponentUse
-from .instance import Choice, Instance
-from .part import Place
+from .choosing.instance import Choice, Instance
+from .choosing.part import Place
 
 
 @dataclass(frozen=True, slots=True)

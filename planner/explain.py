@@ -1,4 +1,4 @@
-"""The explanation of a settlement: what stopped each component, and what other sizes would buy."""
+"""The explanation of a outcome: what stopped each component, and what other sizes would buy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from ..offload.cards import CARDS, Card
 from .candidate import Candidate
-from .choice import Chosen, choose
+from .choosing.choice import Chosen, choose
+from .choosing.instance import Choice, Instance
+from .choosing.part import Part, PartChoice, Pins, Place, copied_bytes, held_in_use
+from .choosing.unfit import Unfit
 from .explanation import (
     ComponentStop,
     Explanation,
@@ -17,12 +20,9 @@ from .explanation import (
     Stop,
     Worth,
 )
-from .instance import Choice, Instance
 from .measured import Measured
 from .measured_part import MeasuredPart
-from .part import Part, PartChoice, Pins, Place, copied_bytes, held_in_use
-from .settle import Settlement
-from .unfit import Unfit
+from .outcome import Outcome
 
 GIB = 1 << 30
 
@@ -30,12 +30,12 @@ _FRONTIER_STEPS = 3
 """Card sizes below and above the card's own."""
 
 
-def explain(settlement: Settlement, card: Card) -> Explanation | None:
+def explain(outcome: Outcome, card: Card) -> Explanation | None:
     """None where the baseline doesn't run, so that there was nothing to choose from."""
-    measured, instance, chosen = settlement.measured, settlement.instance, settlement.chosen
+    measured, instance, chosen = outcome.measured, outcome.instance, outcome.chosen
     if measured is None or instance is None:
         return None
-    committed = settlement.committed
+    committed = outcome.candidate
     choice = measured.baseline if committed is None else committed.choice
     binding = binding_place(measured, committed)
     left = None

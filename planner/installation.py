@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ..offload.device import Device
 from ..offload.errors import OffloadError
@@ -59,6 +60,25 @@ class Installation:
         operations += [Onload(placement) for placement in self.placements.values()]
         operations.append(Conduct(self.conductor))
         return Transaction(self.pipeline, self.device, operations)
+
+    @contextmanager
+    def at_baseline(self) -> Iterator[None]:
+        """Inside, every use is as declared and retains nothing; afterwards as it was before.
+
+        What was retained is released on the way in, and comes back when it is next used.
+        """
+        planned = [*self.graph.uses]
+        self.assign(ComponentUse(use.phase, use.component) for use in planned)
+        try:
+            yield
+        finally:
+            self.assign(planned)
+
+    def assign(self, uses: Iterable[ComponentUse]) -> None:
+        """Give uses their sets, and release what is on the device of those that change."""
+        changed = {use.component for use in uses if self.graph.assign(use)}
+        for component in changed:
+            self.placements[component].release_all()
 
     def _held(self, use: ComponentUse, passes: int) -> frozenset[int]:
         if passes == 1 and not use.retain_resident_layers:

@@ -13,12 +13,13 @@ from ..phases.shape import Shape
 from ..phases.use import ComponentUse
 from ..phases.warmup import Sweep
 from .candidate import Candidate
+from .choosing.instance import Choice, Instance, Room
+from .choosing.part import Mode, Part, PartChoice, Place, UseSpan, nothing_retained
 from .installation import Installation
-from .instance import Choice, Instance, Room
+from .journal.record import UseRecord
 from .measured_part import MeasuredPart
-from .part import Mode, Part, PartChoice, Place, UseSpan, nothing_retained
 from .plan import PhasePlan, UsePlan, Verdict
-from .pricing import PAGEABLE_FACTOR, Pricing
+from .pricing import Pricing
 from .validation import Judgement
 
 
@@ -91,7 +92,12 @@ class Measured:
             )
             for place, headroom in enumerate(self.headrooms)
         )
-        return Instance(places, self._numbers, self.pricing.host_budget_bytes)
+        return Instance(
+            places,
+            self._numbers,
+            self.pricing.host_budget_bytes,
+            pinned_on_card=self.installation.device.traits.pins_on_card,
+        )
 
     def _part(self, part: MeasuredPart) -> Part:
         return Part(
@@ -130,7 +136,7 @@ class Measured:
                 yield Mode(depth, True, cost, 0)
             else:
                 yield Mode(depth, True, cost, part.placement.pinned_charge_bytes)
-                yield Mode(depth, False, cost * PAGEABLE_FACTOR, 0)
+                yield Mode(depth, False, cost * self.pricing.pageable_factor, 0)
 
     def _baseline(self, numbers: Part) -> PartChoice:
         """Nothing retained but what stays; what is declared is held in uses of several passes.
@@ -155,7 +161,7 @@ class Measured:
                     retained_layers=part.retained(chosen, u) if part.sized else None,
                 )
 
-    def recalled(self, planned: Sequence[UsePlan]) -> Choice | None:
+    def recalled(self, planned: Sequence[UsePlan | UseRecord]) -> Choice | None:
         """The choice that an earlier plan made, in the classes of this measurement; None where
         components or uses differ."""
         plans = {(each.phase, each.component): each for each in planned}
@@ -163,13 +169,13 @@ class Measured:
         for part, numbers, baseline in zip(
             self.parts, self.instance.parts, self.baseline, strict=True
         ):
+            if part.stays:
+                choice.append(baseline)
+                continue
             found = [plans.get((use.phase, use.component)) for use in part.uses]
             if any(each is None for each in found):
                 return None
             uses = [each for each in found if each is not None]
-            if part.stays:
-                choice.append(baseline)
-                continue
             pinned = {each.pinned for each in uses}
             prefetch = {each.prefetch for each in uses}
             modes = (m for m in numbers.modes if {m.pinned} == pinned and {m.prefetch} == prefetch)
@@ -226,7 +232,7 @@ class Measured:
         place = None if judgement.place is None else self._place(judgement.place)
         taken = 0 if place is None else instance.device_bytes(candidate.choice, place)
         if place is None or taken <= self._least(place):
-            return replace(instance, refuted=(*instance.refuted, candidate.choice))
+            return instance.without(candidate.choice)
         off = max(judgement.shortfall_bytes or 0, 1)
         if judgement.verdict is Verdict.OOM:
             moved = (part for part in self.parts if not part.stays)

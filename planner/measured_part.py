@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..offload.placement import Placement, Resident
 from ..phases.use import ComponentUse
-from .part import LayerClass, PartChoice, Pins
+from .choosing.part import LayerClass, PartChoice, Pins
 
 
 class MeasuredPart:

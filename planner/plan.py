@@ -9,12 +9,15 @@ from enum import StrEnum
 from typing import Literal
 
 from .explanation import Explanation
+from .planfile.fingerprint import Fingerprint
 from .value import Value
 
 
 class Status(StrEnum):
     COMMITTED = "committed"
     """A candidate was validated and stays applied."""
+    PROPOSED = "proposed"
+    """A candidate is the best by the model, and nothing was applied."""
     BASELINE_ONLY = "baseline_only"
     """The pipeline runs, and retaining nothing is the plan."""
     INFEASIBLE = "infeasible"
@@ -29,11 +32,13 @@ class Verdict(StrEnum):
     HEADROOM = "headroom"
     """It ran, and left less than the margin free in a phase."""
     SLOWER = "slower"
-    """It moved more bytes a request than the baseline."""
+    """It moved more bytes a request than the baseline, or took longer beyond noise."""
     OUTPUT = "output"
     """Its output isn't the baseline's."""
     CRASH = "crash"
-    """An error other than out of memory."""
+    """An error other than out of memory; or it ended an earlier process."""
+    HOST_MEMORY = "host_memory"
+    """The host couldn't lock what it pins."""
 
 
 class Reason(StrEnum):
@@ -147,6 +152,13 @@ class Attempt(Value):
     failed lacked. With HEADROOM: how much of the margin was missing."""
     detail: str | None
     """The error's own text, or the numbers."""
+    neighbour_bytes: int
+    """What another process took meanwhile, where that explains the verdict: then the candidate
+    isn't excluded by it."""
+    seconds: float | None
+    """Of a request, the median at the shape where it gains the least; None without a clock."""
+    baseline_seconds: float | None
+    """Of the baseline's, run in turns with it."""
     rolled_back: bool
     """The pipeline was put back, compared with the state before, and found equal."""
 
@@ -189,5 +201,9 @@ class Plan(Value):
     """Whether sets were declared by the user or sized by the planner."""
     explanation: Explanation | None
     """None where nothing was chosen, since the baseline doesn't run and wasn't measured."""
+    in_effect: bool = False
+    """The process that made this serves with it. Else everything was put back."""
     device: str
     """What the plan was validated on: `simulated`, or the driver's name of the card."""
+    fingerprint: Fingerprint | None
+    """What the plan holds for: where any of it differs, the plan is stale."""

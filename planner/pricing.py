@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..offload.cards import Card
+
+GB = 10**9
 
 COPY_EFFICIENCY = 0.8
 """Of the bus's raw rate, what copies from pinned memory usually reach. Not measured here."""
@@ -25,9 +27,40 @@ class Pricing:
     """By phase: the share of copy time not hidden behind compute; 1 where nothing is said."""
     host_budget_bytes: int | None = None
     """For pinned masters. None: all are pinned, and not counted."""
+    pageable_factor: float = PAGEABLE_FACTOR
+
+    def exposed(self, measured: Mapping[str, float]) -> Pricing:
+        """With what was measured of phases of which nothing was said."""
+        found = {phase: share for phase, share in measured.items() if phase not in self.exposures}
+        if not found:
+            return self
+        told = ", ".join(f"{share:.0%} in {phase}" for phase, share in found.items())
+        return replace(
+            self,
+            source=f"{self.source}; exposed copies measured: {told}",
+            exposures={**found, **self.exposures},
+        )
 
     def exposure(self, phase: str) -> float:
         return self.exposures.get(phase, 1.0)
+
+    @classmethod
+    def measured(
+        cls,
+        bytes_per_s: float,
+        pageable_bytes_per_s: float,
+        exposures: Mapping[str, float] | None = None,
+        host_budget_bytes: int | None = None,
+    ) -> Pricing:
+        """Rates as copies of this card reached them."""
+        return cls(
+            bytes_per_s,
+            f"measured: {bytes_per_s / GB:.1f} GB/s from pinned memory, "
+            f"{pageable_bytes_per_s / GB:.1f} from pageable",
+            exposures or {},
+            host_budget_bytes,
+            bytes_per_s / pageable_bytes_per_s,
+        )
 
     @classmethod
     def assumed(

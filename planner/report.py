@@ -1,4 +1,4 @@
-"""The report of one planning run, for one card or several."""
+"""The report of one planning run, for one card or several; on disk it is the plan file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,57 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ..offload.errors import PlanFileError
+from ..offload.errors import PlanFileError, StalePlanError
+from .journal.file import replace_file
 from .plan import Plan
+from .planfile.fingerprint import Fingerprint
 from .value import Value
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 
 
 class Report(Value):
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     residency_version: str
     pipeline: str
     plans: tuple[Plan, ...]
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Put the report in `path`, which is whole or untouched whenever the process ends.
+
+        Raises PlanFileError.
+        """
+        try:
+            replace_file(path, self.to_json().encode())
+        except OSError as error:
+            raise PlanFileError(
+                f"{path} can't be written: {error.strerror}",
+                hint="free the disk, or name a file in another directory",
+            ) from error
+
+    def plan_under(self, fingerprint: Fingerprint, source: str) -> Plan:
+        """The plan that was made under `fingerprint`. `source` names the report in messages.
+
+        Raises StalePlanError with the first difference: to the plan for the same card if there is
+        one, else to the first plan.
+        """
+        made = [(plan, plan.fingerprint) for plan in self.plans if plan.fingerprint is not None]
+        if not made:
+            raise StalePlanError(
+                f"{source} doesn't say what its plans hold for", hint="plan again on this machine"
+            )
+        made.sort(key=lambda each: each[1].card != fingerprint.card)
+        for plan, known in made:
+            if known == fingerprint:
+                return plan
+        difference = made[0][1].first_difference(fingerprint)
+        raise StalePlanError(
+            f"{source} was planned under another fingerprint: {difference}",
+            hint="plan again; what an old plan retains was proved for what was there then",
+        )
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -22,7 +22,7 @@ class PlanRequest:
     """Raises InputError, from `plan`, where a name or a number can't be."""
 
     pipeline: str
-    """A family's name."""
+    """A family's name; on a real card also a folder that a diffusers pipeline was saved in."""
     cards: tuple[Card, ...]
     shapes: tuple[Shape, ...] = ()
     """The envelope; empty: the request that the model card recommends."""
@@ -33,7 +33,8 @@ class PlanRequest:
     """Component or group → a count (of each layer group), a fraction below 1, or `all`."""
     context_bytes: int | None = None
     others_bytes: int = 0
-    margin_bytes: int = MARGIN_BYTES
+    margin_bytes: int | None = None
+    """None: 256 MiB, and on a real card what programs of its desktop may come to take."""
     explore: int = 0
     """Also try the N best candidates that the model says don't fit."""
     size: Literal["declared", "auto"] = "declared"
@@ -48,6 +49,8 @@ class PlanRequest:
     prefetch: int = 1
     expandable_segments: bool = False
     """Simulate the allocator's expandable segments, which lose less to fragmentation."""
+    dry_run: bool = False
+    """On a real card: apply nothing, and tell the best candidate by the model."""
     tiny: bool = False
     """The family's tiny config, with real arithmetic."""
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import version
 
 from ..offload.cards import Card
 from ..offload.errors import InputError
 from ..offload.simulated.card import CONTEXT_BYTES, AllocatorKind, SimulatedCard
-from ..phases.component import resolve
-from ..phases.declaration import Declaration, ResidencyMode, declare
+from ..phases.declaration import declare, left_to_size
 from ..phases.diffusers import DiffusersPipeline
 from ..phases.family import Family, find_family
 from ..phases.headroom import Headroom
 from ..phases.shape import Shape
 from .account import account
+from .event import Event
+from .loop import UNLIMITED_BYTES, run_loop
 from .plan import Plan
+from .planfile.fingerprint import residency_version
 from .pricing import Pricing
 from .report import Report
-from .request import Listener, PlanRequest, Progress
-from .settle import UNLIMITED_BYTES, Settings, settle
+from .request import MARGIN_BYTES, Listener, PlanRequest, Progress
+from .settings import Settings
 
 
 def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Report:
@@ -32,7 +32,7 @@ def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Repo
     if not request.cards:
         raise InputError("no card is named", hint="give --card or --capacity")
     for name in ("margin_bytes", "explore", "prefetch"):
-        if getattr(request, name) < 0:
+        if (getattr(request, name) or 0) < 0:
             raise InputError(f"{name} is {getattr(request, name)}", hint="it is 0 or more")
     family = find_family(request.pipeline, tiny=request.tiny)
     shapes = request.shapes or (family.request,)
@@ -40,15 +40,15 @@ def plan(request: PlanRequest, listen: Listener = lambda progress: None) -> Repo
         family.check(shape)
     plans = [_plan_card(request, family, shapes, card, listen) for card in request.cards]
     return Report(
-        residency_version=version("residency"), pipeline=request.pipeline, plans=tuple(plans)
+        residency_version=residency_version(), pipeline=request.pipeline, plans=tuple(plans)
     )
 
 
 def _plan_card(
     request: PlanRequest, family: Family, shapes: tuple[Shape, ...], card: Card, listen: Listener
 ) -> Plan:
-    def tell(doing: str) -> None:
-        listen(Progress(card.name, doing))
+    def tell(doing: Event | str) -> None:
+        listen(Progress(card.name, str(doing)))
 
     device = _device(request, card)
     tell(f"building {family.name}")
@@ -59,24 +59,26 @@ def _plan_card(
     settings = Settings(
         shapes,
         declarations,
-        request.margin_bytes,
+        MARGIN_BYTES if request.margin_bytes is None else request.margin_bytes,
         Pricing.assumed(card, request.exposures, request.host_bytes),
-        sized=_sized(request, declarations, pipeline),
+        sized=left_to_size(declarations, request.resident_layers)
+        if request.size == "auto"
+        else frozenset(),
         explore=request.explore,
         prefetch=request.prefetch,
         previous=_previous(request, card),
     )
     with device:
-        settlement = settle(pipeline, device, settings, listen=tell)
-        if settlement.failure is None:
-            made = account(settlement, settings, card)
-            settlement.close()
+        outcome = run_loop(pipeline, device, settings, listen=tell)
+        if outcome.failure is None:
+            made = account(outcome, settings, card)
+            outcome.close()
         device.check_integrity()
-    if settlement.failure is not None:
+    if outcome.failure is not None:
         tell("measuring what it would take")
-        needs = _needs(request, pipeline, settings, card) if settlement.failure.is_oom else ()
-        made = account(settlement, settings, card, needs)
-    del settlement
+        needs = _needs(request, pipeline, settings, card) if outcome.failure.is_oom else ()
+        made = account(outcome, settings, card, needs)
+    del outcome
     gc.collect()
     return made
 
@@ -85,21 +87,6 @@ def _previous(request: PlanRequest, card: Card) -> Plan | None:
     if request.previous is None or request.previous.pipeline != request.pipeline:
         return None
     return next((made for made in request.previous.plans if made.card == card.name), None)
-
-
-def _sized(
-    request: PlanRequest, declarations: Mapping[str, Declaration], pipeline: DiffusersPipeline
-) -> frozenset[str]:
-    """Layerwise components whose resident layers the user left to the planner."""
-    if request.size == "declared":
-        return frozenset()
-    pinned = resolve(request.resident_layers, [each.name for each in pipeline.components])
-    layerwise = (
-        name
-        for name, declared in declarations.items()
-        if declared.mode is ResidencyMode.LAYERWISE_OFFLOAD
-    )
-    return frozenset(layerwise) - pinned.keys()
 
 
 def _device(request: PlanRequest, card: Card) -> SimulatedCard:
@@ -119,8 +106,8 @@ def _needs(
 ) -> tuple[Headroom, ...]:
     """The headroom of each phase on `card`, measured on a card without a limit."""
     with _device(request, replace(card, total_bytes=UNLIMITED_BYTES)) as device:
-        settlement = settle(pipeline, device, replace(settings, explore=0, measure_only=True))
-        settlement.close()
+        outcome = run_loop(pipeline, device, replace(settings, explore=0, measure_only=True))
+        outcome.close()
         return tuple(
-            replace(headroom, capacity_bytes=card.total_bytes) for headroom in settlement.headrooms
+            replace(headroom, capacity_bytes=card.total_bytes) for headroom in outcome.headrooms
         )

@@ -156,7 +156,8 @@ class Transaction:
         found += self._before.differences()
         self._before.forget()
         allocated = self._device.read().allocated_bytes
-        if allocated != self._allocated_bytes:
+        slack = self._device.traits.undo_slack_bytes
+        if abs(allocated - self._allocated_bytes) > slack:
             found.append(f"{allocated} bytes are allocated, {self._allocated_bytes} were before")
         if found:
             shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if found[5:] else "")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
+from ..offload.floor import FreeFloor
 from ..phases.shape import Shape
-from ..phases.warmup import ShapeRun, Sweep
+from ..phases.warmup import Failure, ShapeRun, Sweep
+from .comparison import Comparison
 from .plan import Verdict
 
 
@@ -20,45 +24,82 @@ class Judgement:
     shape: str | None = None
     shortfall_bytes: int | None = None
     detail: str | None = None
+    rank: int | None = None
+    """Which other rank's it is; None: this one's."""
+    neighbour_bytes: int = 0
+    """What another process took meanwhile, where that explains it; then it isn't held against the
+    candidate."""
 
 
-def judge(sweep: Sweep, baseline: Sweep, *, margin_bytes: int) -> Judgement:
-    """The first thing that speaks against the candidate, in the order of what is worst."""
-    failure = sweep.failure
-    if failure is not None:
-        shortfall = failure.shortfall
-        return Judgement(
-            Verdict.OOM if failure.is_oom else Verdict.CRASH,
-            (failure.phase, failure.shape) if failure.phase and failure.shape else None,
-            failure.phase,
-            None if failure.shape is None else str(failure.shape),
-            None if shortfall is None else shortfall.short_bytes,
-            failure.detail,
-        )
-    for run, before in zip(sweep.runs, baseline.runs, strict=True):
+def judge(
+    sweep: Sweep, baseline: Sweep | None, floor: FreeFloor, *, margin_bytes: int
+) -> Judgement:
+    """The first thing that speaks against the candidate, in the order of what is worst.
+
+    `floor` was kept while it was swept. Without a baseline there is nothing to compare with.
+    """
+    if sweep.failure is not None:
+        return judge_failure(sweep.failure)
+    before = {run.asked: run for run in baseline.runs} if baseline is not None else {}
+    for run in sweep.runs:
+        than = before.get(run.asked)
         refutation = (
-            _output(run, before) or _headroom(run, margin_bytes) or _bytes_moved(run, before)
+            _output(run, than)
+            or _headroom(run, floor, margin_bytes)
+            or _bytes_moved(run, than)
+            or _retries(run, than)
         )
         if refutation is not None:
             return refutation
     return Judgement(Verdict.ACCEPTED)
 
 
-def _output(run: ShapeRun, before: ShapeRun) -> Judgement | None:
-    if run.output is None or before.output is None or torch.equal(run.output, before.output):
+def judge_failure(failure: Failure) -> Judgement:
+    shortfall = failure.shortfall
+    return Judgement(
+        Verdict.OOM if failure.is_oom else Verdict.CRASH,
+        (failure.phase, failure.shape) if failure.phase and failure.shape else None,
+        failure.phase,
+        None if failure.shape is None else str(failure.shape),
+        None if shortfall is None else shortfall.short_bytes,
+        failure.detail,
+    )
+
+
+def judge_time(comparisons: Iterable[Comparison]) -> Judgement:
+    for each in comparisons:
+        if each.is_slower:
+            return Judgement(
+                Verdict.SLOWER,
+                shape=str(each.shape),
+                detail=f"{median(each.candidate_s):.4f} s a request, {median(each.baseline_s):.4f} "
+                f"s in the baseline, with {each.noise_s:.4f} s of noise",
+            )
+    return Judgement(Verdict.ACCEPTED)
+
+
+def _output(run: ShapeRun, before: ShapeRun | None) -> Judgement | None:
+    """Bit for bit, or as near as the baseline comes to itself where it doesn't repeat itself."""
+    if before is None or run.output is None or before.output is None:
+        return None
+    near = 2 * before.deviation
+    if torch.allclose(run.output, before.output, rtol=0.0, atol=near, equal_nan=True):
         return None
     different = int((run.output != before.output).sum())
     return Judgement(
         Verdict.OUTPUT,
         shape=str(run.asked),
-        detail=f"{different} of {before.output.numel()} values differ from the baseline's",
+        detail=f"{different} of {before.output.numel()} values differ from the baseline's"
+        + (f", which differs from itself by {before.deviation:.2g}" if before.deviation else ""),
     )
 
 
-def _headroom(run: ShapeRun, margin_bytes: int) -> Judgement | None:
+def _headroom(run: ShapeRun, floor: FreeFloor, margin_bytes: int) -> Judgement | None:
     for trace in run.traces:
         for at in trace.readings:
-            left = at.reading.usable_bytes - at.reading.peak_allocated_bytes
+            reading = at.reading
+            outside = max(reading.outside_bytes, floor.most_outside_bytes)
+            left = reading.total_bytes - outside - reading.peak_allocated_bytes
             if left < margin_bytes:
                 return Judgement(
                     Verdict.HEADROOM,
@@ -71,8 +112,24 @@ def _headroom(run: ShapeRun, margin_bytes: int) -> Judgement | None:
     return None
 
 
-def _bytes_moved(run: ShapeRun, before: ShapeRun) -> Judgement | None:
-    if run.h2d_bytes <= before.h2d_bytes:
+def _retries(run: ShapeRun, before: ShapeRun | None) -> Judgement | None:
+    """Where time is real, each retry of the allocator waits for the device and gives up its cache:
+    a request that needs them every time is at the edge of the card."""
+    if before is None or run.seconds is None:
+        return None
+    now, then = run.retries, before.retries
+    if now <= then:
+        return None
+    return Judgement(
+        Verdict.HEADROOM,
+        shape=str(run.asked),
+        detail=f"the allocator ran out and tried again {now} times a request, {then} in the "
+        "baseline",
+    )
+
+
+def _bytes_moved(run: ShapeRun, before: ShapeRun | None) -> Judgement | None:
+    if before is None or run.h2d_bytes <= before.h2d_bytes:
         return None
     return Judgement(
         Verdict.SLOWER,

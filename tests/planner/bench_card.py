@@ -13,7 +13,7 @@ from residency.phases.diffusers import DiffusersPipeline
 from residency.phases.family import find_family
 from residency.phases.shape import Shape
 from residency.planner.pricing import Pricing
-from residency.planner.settle import Settings
+from residency.planner.settings import Settings
 
 GIB = 1 << 30
 

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from residency.planner.choice import most_seconds
-from residency.planner.instance import Choice, Instance, exceeds
-from residency.planner.order import Order
-from residency.planner.part import Part, PartChoice, allows, copy_seconds, part_bytes
+from residency.planner.choosing.choice import most_seconds
+from residency.planner.choosing.instance import Choice, Instance, exceeds
+from residency.planner.choosing.order import Order
+from residency.planner.choosing.part import (
+    Part,
+    PartChoice,
+    Place,
+    allows,
+    copy_seconds,
+    part_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,11 @@ def all_that_fit(instance: Instance) -> Iterator[tuple[Choice, float]]:
     places = range(len(instance.places))
     options = [
         [
-            (chosen, copy_seconds(part, chosen), [part_bytes(part, chosen, p) for p in places])
+            (
+                chosen,
+                copy_seconds(part, chosen),
+                [_taken(instance, part, chosen, p) for p in places],
+            )
             for chosen in part_choices(part)
         ]
         for part in instance.parts
@@ -61,6 +72,11 @@ def all_that_fit(instance: Instance) -> Iterator[tuple[Choice, float]]:
         if any(exceeds(choice, each) for each in instance.refuted):
             continue
         yield choice, instance.fixed_seconds + sum(s for _, s, _ in combination)
+
+
+def _taken(instance: Instance, part: Part, chosen: PartChoice, place: Place) -> int:
+    on_card = chosen.mode.host_bytes if instance.pinned_on_card else 0
+    return part_bytes(part, chosen, place) + on_card
 
 
 def best(instance: Instance) -> Best | None:

@@ -1,6 +1,7 @@
 import gc
 
 import pytest
+from settling import Program, Settling
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -11,3 +12,21 @@ def _what_is_imported_is_no_garbage():
 
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def settling(tmp_path_factory):
+    """Makes servers whose starts are processes of their own."""
+    program = Program()
+    try:
+        yield Settling(program, tmp_path_factory.mktemp("settling"))
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="session")
+def committed(settling):
+    """A server whose first start committed."""
+    server = settling.server()
+    assert server.boots().settled["status"] == "committed"
+    return server

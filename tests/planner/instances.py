@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from residency.planner.instance import Instance, Room
-from residency.planner.part import LayerClass, Mode, Part, Pins, UseSpan
+from residency.planner.choosing.instance import Instance, Room
+from residency.planner.choosing.part import LayerClass, Mode, Part, Pins, UseSpan
 
 PAGEABLE = Mode(1, False, 0.02, 0)
 
@@ -56,6 +56,7 @@ def instances(draw: st.DrawFn) -> Instance:
         parts,
         draw(st.none() | st.integers(0, 80)),
         draw(st.sampled_from((0.0, 1.0))),
+        pinned_on_card=draw(st.booleans()),
     )
 
 

@@ -3,18 +3,18 @@ from bench_card import GIB, bench
 
 from residency.offload.cards import custom_card
 from residency.planner.account import account
+from residency.planner.loop import run_loop
 from residency.planner.plan import Plan, Reason, Status
-from residency.planner.settle import settle
 
 
 def planned(family: str, capacity_bytes: int = GIB, **settings) -> Plan:
     card = custom_card(capacity_bytes)
     with bench(family, capacity_bytes=capacity_bytes) as test:
         given = test.settings(**settings)
-        settlement = settle(test.pipeline, test.card, given)
-        made = account(settlement, given, card)
-        if settlement.failure is None:
-            settlement.close()
+        outcome = run_loop(test.pipeline, test.card, given)
+        made = account(outcome, given, card)
+        if outcome.failure is None:
+            outcome.close()
     return made
 
 
@@ -70,15 +70,15 @@ def test_a_baseline_that_does_not_fit_has_no_uses_and_says_why():
 def test_bytes_a_request_are_those_of_all_its_steps(family):
     made = planned(family)
     with bench(family) as test:
-        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
+        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
         steps = test.pipeline.steps(test.shape)
-        conductor, graph = settlement.installation.conductor, settlement.installation.graph
-        passes = settlement.installation.warmup.passes(test.shape)
-        factor = steps // settlement.installation.warmup.steps(test.shape)
+        conductor, graph = outcome.installation.conductor, outcome.installation.graph
+        passes = outcome.installation.warmup.passes(test.shape)
+        factor = steps // outcome.installation.warmup.steps(test.shape)
         graph.expect({at: n * (factor if at[0] == "denoise" else 1) for at, n in passes.items()})
         for _ in range(2):
             with conductor.request() as trace:
                 output = test.pipeline.run(test.shape)
             del output
         assert trace.transfers.h2d_bytes == made.h2d_bytes_per_request.baseline
-        settlement.close()
+        outcome.close()

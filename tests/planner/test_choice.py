@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instances import PAGEABLE, instance, instances, part
 
-from residency.planner.choice import Chosen, choose
-from residency.planner.instance import Choice, Instance
-from residency.planner.order import Order
-from residency.planner.part import LayerClass, Mode, Part, Pins, UseSpan, nothing_retained
-from residency.planner.unfit import Lack, Unfit
+from residency.planner.choosing.choice import Chosen, choose
+from residency.planner.choosing.instance import Choice, Instance
+from residency.planner.choosing.order import Order
+from residency.planner.choosing.part import LayerClass, Mode, Part, Pins, UseSpan, nothing_retained
+from residency.planner.choosing.unfit import Lack, Unfit
 
 PINNED = Mode(1, True, 0.01, 40)
 

@@ -12,7 +12,7 @@ from residency.offload.errors import RollbackError
 from residency.offload.layers import Region
 from residency.offload.simulated.faults import driver_error, out_of_memory
 from residency.planner.installation import Installation
-from residency.planner.settle import settle
+from residency.planner.loop import run_loop
 from residency.planner.transaction import Assign, Operation, Transaction
 
 FAULTS = pytest.mark.parametrize("fault", [out_of_memory, driver_error])
@@ -146,10 +146,10 @@ def test_a_settlement_that_is_closed_leaves_nothing_behind(family):
     pipeline = tiny(family)
     before = image_of(pipeline.pipeline)
     with bench(family, pipeline=pipeline) as test:
-        settlement = settle(pipeline, test.card, test.settings())
-        assert settlement.committed is not None
-        settlement.close()
-        del settlement
+        outcome = run_loop(pipeline, test.card, test.settings())
+        assert outcome.committed is not None
+        outcome.close()
+        del outcome
         gc.collect()
         assert before.differences(image_of(pipeline.pipeline)) == []
         assert test.card.read().allocated_bytes == 0
@@ -159,8 +159,8 @@ def test_a_settlement_that_is_closed_leaves_nothing_behind(family):
 def test_a_settlement_whose_baseline_fails_leaves_nothing_behind():
     with bench("qwen-image-2.1", capacity_bytes=1_600_000) as test:
         before = image_of(test.pipeline.pipeline)
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert settlement.failure is not None
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert outcome.failure is not None
         assert before.differences(image_of(test.pipeline.pipeline)) == []
         assert test.card.read().allocated_bytes == 0
 

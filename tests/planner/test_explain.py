@@ -3,17 +3,17 @@ from bench_card import GIB, Bench, bench, tiny
 from residency.offload.cards import custom_card
 from residency.planner.explain import explain
 from residency.planner.explanation import ComponentStop, Explanation, Stop
+from residency.planner.loop import run_loop
 from residency.planner.pricing import Pricing
-from residency.planner.settle import settle
 
 SIZED = frozenset({"text_encoder", "transformer"})
 
 
 def explained(test: Bench, **settings) -> Explanation:
-    settlement = settle(test.pipeline, test.card, test.settings(**settings))
-    found = explain(settlement, test.card.card)
-    if settlement.failure is None:
-        settlement.close()
+    outcome = run_loop(test.pipeline, test.card, test.settings(**settings))
+    found = explain(outcome, test.card.card)
+    if outcome.failure is None:
+        outcome.close()
     return found
 
 
@@ -24,9 +24,9 @@ def stop_of(found: Explanation, component: str) -> ComponentStop:
 
 def baseline_peak(family: str) -> int:
     with bench(family, resident_layers="0") as test:
-        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
-        peak = max(headroom.peak_bytes for headroom in settlement.headrooms)
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        peak = max(headroom.peak_bytes for headroom in outcome.headrooms)
+        outcome.close()
     return peak
 
 
@@ -78,9 +78,9 @@ def test_the_frontier_goes_from_smaller_to_larger_cards_and_never_copies_more():
     with bench(
         "qwen-image-2.1", capacity_bytes=GIB, resident_layers="0", pipeline=pipeline
     ) as test:
-        settlement = settle(pipeline, test.card, test.settings(sized=SIZED))
-        small = explain(settlement, custom_card(GIB))
-        settlement.close()
+        outcome = run_loop(pipeline, test.card, test.settings(sized=SIZED))
+        small = explain(outcome, custom_card(GIB))
+        outcome.close()
     capacities = [point.capacity_bytes for point in small.frontier]
     assert capacities == sorted(capacities)
     assert capacities[0] == GIB  # no card of the catalogue is smaller

@@ -1,13 +1,12 @@
-"""What a choice takes and saves, by hand; ranks joined."""
+"""What a choice takes and saves, by hand."""
 
 from dataclasses import replace
 
 import pytest
-from instances import PAGEABLE, instance, part
+from instances import PAGEABLE, part
 
-from residency.offload.errors import PhaseError
-from residency.planner.instance import exceeds, joined
-from residency.planner.part import (
+from residency.planner.choosing.instance import exceeds
+from residency.planner.choosing.part import (
     LayerClass,
     Mode,
     Part,
@@ -92,21 +91,3 @@ def test_a_choice_that_prefetches_or_pins_less_is_not_as_large() -> None:
     for smaller in (Mode(1, True, 0.01, 40), Mode(2, False, 0.02, 0)):
         assert not exceeds((replace(choice[0], mode=smaller),), choice)
     assert not exceeds((nothing_retained(dit, mode),), choice)
-
-
-def test_ranks_share_the_least_room_of_each_place() -> None:
-    first = instance(part((4, 10)), rooms=(50, 70), host=9)
-    second = instance(part((4, 10)), rooms=(60, 20))
-    refuted = (nothing_retained(first.parts[0], PAGEABLE),)
-    both = joined((first, replace(second, refuted=(refuted,))))
-    assert [room.room_bytes for room in both.places] == [50, 20]
-    assert both.host_budget_bytes == 9
-    assert both.refuted == (refuted,)
-
-
-def test_ranks_that_place_other_things_are_not_joined() -> None:
-    first = instance(part((4, 10)), rooms=(50, 70))
-    with pytest.raises(PhaseError, match="rank 1 of 2"):
-        joined((first, instance(part((5, 10)), rooms=(50, 70))))
-    with pytest.raises(PhaseError, match="rank 1 of 2"):
-        joined((first, instance(part((4, 10)), rooms=(50,))))

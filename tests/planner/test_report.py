@@ -71,10 +71,10 @@ def test_a_report_is_read_as_it_was_written(report, tmp_path):
     [
         ("{", "is no JSON"),
         ("[]", "format version None"),
-        ('{"format_version": 2}', "format version 2, this residency reads 1"),
-        ('{"format_version": "1"}', "format version '1'"),
-        ('{"format_version": 1, "pipeline": "x"}', "is no report"),
-        ('{"format_version": 1, "extra": 0}', "is no report"),
+        ('{"format_version": 1}', "format version 1, this residency reads 2"),
+        ('{"format_version": "2"}', "format version '2'"),
+        ('{"format_version": 2, "pipeline": "x"}', "is no report"),
+        ('{"format_version": 2, "extra": 0}', "is no report"),
     ],
 )
 def test_what_is_no_report_of_this_version_is_refused_with_a_hint(text, said):

@@ -7,21 +7,24 @@ from dataclasses import replace
 import pytest
 
 from residency.offload.cards import custom_card, find_card
+from residency.offload.floor import FreeFloor
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.declaration import ResidencyMode, declare
 from residency.phases.diffusers import DiffusersPipeline
 from residency.phases.family import find_family
 from residency.phases.shape import Shape
 from residency.planner.candidate import Candidate
-from residency.planner.choice import Chosen, choose
-from residency.planner.instance import Choice
-from residency.planner.part import copied_bytes
+from residency.planner.choosing.choice import Chosen, choose
+from residency.planner.choosing.instance import Choice
+from residency.planner.choosing.part import copied_bytes
+from residency.planner.loop import run_loop
+from residency.planner.outcome import Outcome
 from residency.planner.plan import Verdict
 from residency.planner.pricing import Pricing
 from residency.planner.report import Report
 from residency.planner.request import MARGIN_BYTES, PlanRequest
 from residency.planner.service import plan
-from residency.planner.settle import Settings, Settlement, settle
+from residency.planner.settings import Settings
 from residency.planner.transaction import Assign, Transaction
 from residency.planner.validation import judge
 
@@ -30,7 +33,7 @@ UNLIMITED = 1 << 50
 
 
 @contextmanager
-def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterator[Settlement]:
+def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterator[Outcome]:
     found = find_family(family)
     pipeline = DiffusersPipeline(found.build(), name=family, request=found.request)
     declared = declare(pipeline.components, {}, {})
@@ -39,10 +42,10 @@ def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterato
     pricing = Pricing.assumed(find_card("RTX 4090"))
     given = Settings((Shape.parse(shape),), declared, MARGIN_BYTES, pricing, sized, **settings)
     with card:
-        settlement = settle(pipeline, card, given)
-        yield settlement
-        if settlement.failure is None:
-            settlement.close()
+        outcome = run_loop(pipeline, card, given)
+        yield outcome
+        if outcome.failure is None:
+            outcome.close()
 
 
 @pytest.mark.scale
@@ -57,8 +60,8 @@ def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterato
 )
 def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
     card = SimulatedCard(custom_card(UNLIMITED), virtual=True)
-    with settled(family, shape, card, measure_only=True) as settlement:
-        measured = settlement.measured
+    with settled(family, shape, card, measure_only=True) as outcome:
+        measured = outcome.measured
     plans = []
     for capacity in range(8, 97):
         instance = measured.rooms(capacity * GIB - UNLIMITED)
@@ -75,16 +78,16 @@ def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
     assert plans[0][0] > plans[-1][0] == 0
 
 
-def back_to_baseline(settlement: Settlement) -> None:
-    installation, measured = settlement.installation, settlement.measured
+def back_to_baseline(outcome: Outcome) -> None:
+    installation, measured = outcome.installation, outcome.measured
     for use in measured.uses(measured.baseline):
         Assign(installation.graph, use, installation.placements[use.component]).apply()
         installation.placements[use.component].release_all()
 
 
-def accepts(settlement: Settlement, choice: Choice) -> bool:
+def accepts(outcome: Outcome, choice: Choice) -> bool:
     """Whether validation accepts `choice` when it is applied to the baseline."""
-    installation, measured = settlement.installation, settlement.measured
+    installation, measured = outcome.installation, outcome.measured
     candidate = Candidate(choice, tuple(measured.uses(choice)))
     operations = [
         Assign(installation.graph, use, installation.placements[use.component])
@@ -92,18 +95,19 @@ def accepts(settlement: Settlement, choice: Choice) -> bool:
     ]
     transaction = Transaction(installation.pipeline, installation.device, operations)
     transaction.apply()
-    sweep = installation.warmup.sweep()
-    verdict = judge(sweep, settlement.baseline, margin_bytes=MARGIN_BYTES).verdict
+    with FreeFloor(installation.device, every_s=None) as floor:
+        sweep = installation.warmup.sweep()
+    verdict = judge(sweep, outcome.baseline, floor, margin_bytes=MARGIN_BYTES).verdict
     del sweep
     transaction.rollback()
     return verdict is Verdict.ACCEPTED
 
 
-def with_more(settlement: Settlement, component: str, layers: int) -> Choice | None:
+def with_more(outcome: Outcome, component: str, layers: int) -> Choice | None:
     """The committed choice with so many layers more retained of one component's running class."""
-    choice = list(settlement.committed.choice)
-    number = next(n for n, p in enumerate(settlement.measured.parts) if p.component == component)
-    part, chosen = settlement.measured.parts[number], choice[number]
+    choice = list(outcome.committed.choice)
+    number = next(n for n, p in enumerate(outcome.measured.parts) if p.component == component)
+    part, chosen = outcome.measured.parts[number], choice[number]
     (running,) = (c for c, each in enumerate(part.classes) if all(each.runs))
     retained = [*chosen.retained[0]]
     retained[running] += layers
@@ -116,15 +120,15 @@ def with_more(settlement: Settlement, component: str, layers: int) -> Choice | N
     return tuple(choice)
 
 
-def most_accepted(settlement: Settlement, component: str) -> int:
+def most_accepted(outcome: Outcome, component: str) -> int:
     """By bisection, how many layers more than committed validation accepts of a component."""
     accepted, refused = 0, 1
-    while (more := with_more(settlement, component, refused)) and accepts(settlement, more):
+    while (more := with_more(outcome, component, refused)) and accepts(outcome, more):
         accepted, refused = refused, refused * 2
     while refused - accepted > 1:
         middle = (accepted + refused) // 2
-        more = with_more(settlement, component, middle)
-        if more and accepts(settlement, more):
+        more = with_more(outcome, component, middle)
+        if more and accepts(outcome, more):
             accepted = middle
         else:
             refused = middle
@@ -150,14 +154,14 @@ def test_sized_plans_are_within_two_layers_of_what_validation_accepts_in_three_s
     """Of the component whose layers save the most a byte: the denoiser, and where it is whole,
     the text encoder."""
     device = SimulatedCard(find_card(card), virtual=True)
-    with settled("qwen-image-2.1", "720x720", device) as settlement:
-        assert 1 <= len(settlement.tries) <= 3
-        assert settlement.tries[-1].judgement.verdict is Verdict.ACCEPTED
-        back_to_baseline(settlement)
-        assert accepts(settlement, settlement.committed.choice)
+    with settled("qwen-image-2.1", "720x720", device) as outcome:
+        assert 1 <= len(outcome.tries) <= 3
+        assert outcome.tries[-1].judgement.verdict is Verdict.ACCEPTED
+        back_to_baseline(outcome)
+        assert accepts(outcome, outcome.committed.choice)
         for component in ("transformer", "text_encoder"):
-            if with_more(settlement, component, 1) is not None:
-                assert most_accepted(settlement, component) <= 2
+            if with_more(outcome, component, 1) is not None:
+                assert most_accepted(outcome, component) <= 2
                 break
 
 
@@ -198,9 +202,9 @@ def test_a_plan_stays_while_only_the_reading_of_free_memory_wobbles():
 @pytest.mark.parametrize("card", ["RTX 4090", "RTX 5090", "A100 40GB", "H100 80GB"])
 def test_other_pipelines_are_sized_in_three_sweeps_and_copy_less(family, shape, card):
     device = SimulatedCard(find_card(card), virtual=True)
-    with settled(family, shape, device) as settlement:
-        assert 1 <= len(settlement.tries) <= 3
-        assert settlement.committed is not None
-        instance = settlement.measured.instance
-        committed = instance.seconds(settlement.committed.choice)
-        assert committed < instance.seconds(settlement.measured.baseline)
+    with settled(family, shape, device) as outcome:
+        assert 1 <= len(outcome.tries) <= 3
+        assert outcome.committed is not None
+        instance = outcome.measured.instance
+        committed = instance.seconds(outcome.committed.choice)
+        assert committed < instance.seconds(outcome.measured.baseline)

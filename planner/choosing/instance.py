@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..offload.errors import PhaseError
 from .part import Part, PartChoice, Place, allows, copy_seconds, held_bytes, part_bytes
 
 
@@ -32,11 +30,14 @@ class Instance:
     """Of a request, besides copies: compute, where it is known."""
     refuted: tuple[Choice, ...] = ()
     """Choices that failed without a place: each excludes itself and all at least as large."""
+    pinned_on_card: bool = False
+    """Whether what is pinned on the host is charged to the device as well, in every place."""
 
     def device_bytes(self, choice: Choice, place: Place) -> int:
-        return sum(
+        weights = sum(
             part_bytes(part, chosen, place) for part, chosen in zip(self.parts, choice, strict=True)
         )
+        return weights + self.host_bytes(choice) if self.pinned_on_card else weights
 
     def held_bytes(self, choice: Choice) -> int:
         """What ties are broken by: bytes held in uses and across gaps, added up."""
@@ -63,6 +64,10 @@ class Instance:
             for place, room in enumerate(self.places)
         )
 
+    def without(self, choice: Choice) -> Instance:
+        """Without `choice` and all that is at least as large in everything."""
+        return replace(self, refuted=(*self.refuted, choice))
+
     def lowered(self, place: Place, room_bytes: int) -> Instance:
         """With no more room in `place` than `room_bytes`, as a refutation there teaches."""
         places = list(self.places)
@@ -74,39 +79,6 @@ class Instance:
         """With so many bytes more in every place, or fewer."""
         places = (replace(room, room_bytes=room.room_bytes + more_bytes) for room in self.places)
         return replace(self, places=tuple(places))
-
-
-def joined(ranks: Sequence[Instance]) -> Instance:
-    """One choice for all ranks: in each place the least room of a rank, the least host budget, and
-    what any rank has refuted. Parts and seconds are those of the first.
-
-    Raises PhaseError if ranks differ in places or in what they place.
-    """
-    first = ranks[0]
-    for number, rank in enumerate(ranks):
-        if [(room.phase, room.shape) for room in rank.places] != [
-            (room.phase, room.shape) for room in first.places
-        ] or [_sizes(part) for part in rank.parts] != [_sizes(part) for part in first.parts]:
-            raise PhaseError(
-                f"rank {number} of {len(ranks)} has other phases or components than rank 0",
-                hint="plan all ranks with one pipeline, one envelope and the same declarations",
-            )
-    budgets = [rank.host_budget_bytes for rank in ranks if rank.host_budget_bytes is not None]
-    return replace(
-        first,
-        places=tuple(
-            min(rooms, key=lambda room: room.room_bytes)
-            for rooms in zip(*(rank.places for rank in ranks), strict=True)
-        ),
-        host_budget_bytes=min(budgets, default=None),
-        refuted=tuple(dict.fromkeys(choice for rank in ranks for choice in rank.refuted)),
-    )
-
-
-def _sizes(part: Part) -> tuple[object, ...]:
-    uses = [replace(use, exposure=0.0) for use in part.uses]
-    modes = [(mode.prefetch, mode.pinned, mode.host_bytes) for mode in part.modes]
-    return part.component, part.non_layer_bytes, part.classes, uses, modes
 
 
 def exceeds(choice: Choice, other: Choice) -> bool:

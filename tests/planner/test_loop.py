@@ -10,23 +10,24 @@ from residency.offload.simulated.faults import out_of_memory
 from residency.phases.shape import Shape
 from residency.phases.warmup import Warmup
 from residency.planner.candidate import Candidate
+from residency.planner.choosing.part import copied_bytes
 from residency.planner.explain import everything
-from residency.planner.part import copied_bytes
+from residency.planner.loop import run_loop
+from residency.planner.outcome import Outcome
 from residency.planner.plan import Verdict
 from residency.planner.pricing import Pricing
-from residency.planner.settle import Settlement, settle
 from residency.planner.validation import Judgement
 
 
-def verdicts(settlement: Settlement) -> list[Verdict]:
-    return [each.judgement.verdict for each in settlement.tries]
+def verdicts(outcome: Outcome) -> list[Verdict]:
+    return [each.judgement.verdict for each in outcome.tries]
 
 
 def when_trying(act: Callable[[], object]) -> Callable[[str], None]:
     """A listener that acts before each candidate is applied."""
 
-    def listen(doing: str) -> None:
-        if doing.startswith("trying"):
+    def listen(doing) -> None:
+        if str(doing).startswith("trying"):
             act()
 
     return listen
@@ -35,14 +36,14 @@ def when_trying(act: Callable[[], object]) -> Callable[[str], None]:
 def peak_needed(family: str, **given) -> int:
     """Bytes that the best candidate takes at its peak, where nothing is short."""
     with bench(family, **given) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
+        outcome = run_loop(test.pipeline, test.card, test.settings())
         peak = max(
             reading.reading.peak_allocated_bytes
-            for run in settlement.planned.runs
+            for run in outcome.planned.runs
             for trace in run.traces
             for reading in trace.readings
         )
-        settlement.close()
+        outcome.close()
     return peak
 
 
@@ -52,71 +53,71 @@ def test_the_output_with_retention_is_the_output_without_bit_for_bit(family, gui
     if family == "flux.1-dev" and guidance > 1:
         guidance = 1.0  # embedded guidance only
     with bench(family, guidance=guidance) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert settlement.committed is not None
-        for before, after in zip(settlement.baseline.runs, settlement.planned.runs, strict=True):
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert outcome.committed is not None
+        for before, after in zip(outcome.baseline.runs, outcome.planned.runs, strict=True):
             assert torch.equal(before.output, after.output)
-        settlement.close()
+        outcome.close()
 
 
 @each_family
 def test_a_committed_plan_moves_less_and_exactly_what_was_said(family):
     with bench(family) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
-        before, after = settlement.baseline.runs[0], settlement.planned.runs[0]
-        measured, instance = settlement.measured, settlement.measured.instance
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        before, after = outcome.baseline.runs[0], outcome.planned.runs[0]
+        measured, instance = outcome.measured, outcome.measured.instance
         saved = sum(
             copied_bytes(part, old, use) - copied_bytes(part, new, use)
             for part, old, new in zip(
-                instance.parts, measured.baseline, settlement.committed.choice, strict=True
+                instance.parts, measured.baseline, outcome.committed.choice, strict=True
             )
             for use in range(len(part.uses))
         )
         assert saved == before.h2d_bytes - after.h2d_bytes > 0
-        settlement.close()
+        outcome.close()
 
 
 @each_family
 def test_the_model_says_the_peak_of_each_phase_to_the_byte(family):
     with bench(family) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
+        outcome = run_loop(test.pipeline, test.card, test.settings())
         # Swept again: in validation the transaction still keeps what the scheduler held before.
-        (after,) = settlement.installation.warmup.sweep().runs
-        instance, choice = settlement.measured.instance, settlement.committed.choice
+        (after,) = outcome.installation.warmup.sweep().runs
+        instance, choice = outcome.measured.instance, outcome.committed.choice
         exact = 0
-        for place, headroom in enumerate(settlement.headrooms):
+        for place, headroom in enumerate(outcome.headrooms):
             room = instance.places[place].room_bytes - instance.device_bytes(choice, place)
             seen = headroom.capacity_bytes - after.peak_bytes(headroom.phase)
             assert room <= seen  # where the peak comes before the window is full, less was held
             exact += room == seen
         assert exact
-        settlement.close()
+        outcome.close()
 
 
 def test_one_byte_less_than_the_peak_is_refuted_and_rolled_back():
     family = "qwen-image-2.1"
     needed = peak_needed(family)
     with bench(family, capacity_bytes=needed) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert verdicts(settlement) == [Verdict.ACCEPTED]
-        best = settlement.planned.runs[0].h2d_bytes
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert verdicts(outcome) == [Verdict.ACCEPTED]
+        best = outcome.planned.runs[0].h2d_bytes
+        outcome.close()
     with bench(family, capacity_bytes=needed - 1) as test:
-        settlement = settle(test.pipeline, test.card, test.settings(explore=1))
-        assert verdicts(settlement)[0] is Verdict.OOM
-        assert settlement.tries[0].rolled_back
-        assert settlement.tries[0].shortfall_bytes == 1
-        assert settlement.planned.runs[0].h2d_bytes > best
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(explore=1))
+        assert verdicts(outcome)[0] is Verdict.OOM
+        assert outcome.tries[0].rolled_back
+        assert outcome.tries[0].shortfall_bytes == 1
+        assert outcome.planned.runs[0].h2d_bytes > best
+        outcome.close()
 
 
 def test_what_the_model_says_does_not_fit_is_not_tried_unless_explored():
     needed = peak_needed("qwen-image-2.1")
     with bench("qwen-image-2.1", capacity_bytes=needed - 1) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert all(each.shortage is None for each in settlement.tries)
-        assert all(not each.rolled_back for each in settlement.tries)
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert all(each.shortage is None for each in outcome.tries)
+        assert all(not each.rolled_back for each in outcome.tries)
+        outcome.close()
 
 
 def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
@@ -124,10 +125,10 @@ def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
     moved = []
     for capacity in range(2_400_000, 4_000_000, 200_000):
         with bench("qwen-image-2.1", capacity_bytes=capacity, pipeline=pipeline) as test:
-            settlement = settle(pipeline, test.card, test.settings())
-            if settlement.failure is None:
-                moved.append(settlement.planned.runs[0].h2d_bytes)
-                settlement.close()
+            outcome = run_loop(pipeline, test.card, test.settings())
+            if outcome.failure is None:
+                moved.append(outcome.planned.runs[0].h2d_bytes)
+                outcome.close()
     assert len(moved) >= 3
     assert moved == sorted(moved, reverse=True)
     assert moved[0] > moved[-1]
@@ -136,10 +137,10 @@ def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
 def test_the_margin_is_kept_in_every_phase():
     needed = peak_needed("qwen-image-2.1")
     with bench("qwen-image-2.1", capacity_bytes=needed) as test:
-        settlement = settle(test.pipeline, test.card, test.settings(margin_bytes=1, explore=1))
-        assert verdicts(settlement)[0] is Verdict.HEADROOM
-        assert settlement.tries[0].shortfall_bytes == 1
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(margin_bytes=1, explore=1))
+        assert verdicts(outcome)[0] is Verdict.HEADROOM
+        assert outcome.tries[0].shortfall_bytes == 1
+        outcome.close()
 
 
 def test_a_neighbour_that_grows_after_the_baseline_refutes_what_fitted():
@@ -147,9 +148,9 @@ def test_a_neighbour_that_grows_after_the_baseline_refutes_what_fitted():
     with bench("qwen-image-2.1", capacity_bytes=needed) as test:
         grow = partial(setattr, test.card, "others_bytes", 100_000)
         listen = when_trying(grow)
-        settlement = settle(test.pipeline, test.card, test.settings(), listen=listen)
-        assert verdicts(settlement)[0] is Verdict.OOM
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        assert verdicts(outcome)[0] is Verdict.OOM
+        outcome.close()
         assert test.card.read().allocated_bytes == 0
 
 
@@ -166,10 +167,10 @@ def test_a_component_that_changes_its_output_is_refuted(monkeypatch):
 
         monkeypatch.setattr(pipeline, "run", changed)
         listen = when_trying(lambda: retaining.append("now"))
-        settlement = settle(pipeline, test.card, test.settings(), listen=listen)
-        assert set(verdicts(settlement)) == {Verdict.OUTPUT}
-        assert settlement.committed is None
-        settlement.close()
+        outcome = run_loop(pipeline, test.card, test.settings(), listen=listen)
+        assert set(verdicts(outcome)) == {Verdict.OUTPUT}
+        assert outcome.committed is None
+        outcome.close()
 
 
 def test_a_plan_that_would_copy_more_than_the_baseline_is_refuted(monkeypatch):
@@ -184,57 +185,57 @@ def test_a_plan_that_would_copy_more_than_the_baseline_is_refuted(monkeypatch):
 
         monkeypatch.setattr(pipeline, "run", wasteful)
         listen = when_trying(lambda: retaining.append("now"))
-        settlement = settle(pipeline, test.card, test.settings(), listen=listen)
-        assert set(verdicts(settlement)) == {Verdict.SLOWER}
-        settlement.close()
+        outcome = run_loop(pipeline, test.card, test.settings(), listen=listen)
+        assert set(verdicts(outcome)) == {Verdict.SLOWER}
+        outcome.close()
 
 
 def test_an_error_that_is_no_oom_is_a_crash_and_the_loop_goes_on():
     with bench("qwen-image-2.1") as test:
         faults = iter([partial(test.card.faults.at_copy, 5)])
         listen = when_trying(lambda: next(faults, int)())
-        settlement = settle(test.pipeline, test.card, test.settings(), listen=listen)
-        assert verdicts(settlement) == [Verdict.CRASH, Verdict.ACCEPTED]
-        assert "InjectedError" in settlement.tries[0].judgement.detail
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        assert verdicts(outcome) == [Verdict.CRASH, Verdict.ACCEPTED]
+        assert "InjectedError" in outcome.tries[0].judgement.detail
+        outcome.close()
 
 
 def test_a_baseline_that_fails_says_where_and_applies_nothing():
     with bench("qwen-image-2.1") as test:
         test.card.faults.at_allocation(2000, out_of_memory)
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert settlement.failure.is_oom
-        assert settlement.failure.phase in ("text_encode", "denoise", "vae_decode")
-        assert settlement.tries == []
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert outcome.failure.is_oom
+        assert outcome.failure.phase in ("text_encode", "denoise", "vae_decode")
+        assert outcome.tries == []
 
 
 def test_resident_components_that_cannot_be_loaded_fail_before_any_phase():
     with bench("qwen-image-2.1", capacity_bytes=100_000) as test:
-        settlement = settle(test.pipeline, test.card, test.settings())
-        assert (settlement.failure.phase, settlement.failure.shape) == ("load", None)
-        assert settlement.failure.shortfall.short_bytes > 0
+        outcome = run_loop(test.pipeline, test.card, test.settings())
+        assert (outcome.failure.phase, outcome.failure.shape) == ("load", None)
+        assert outcome.failure.shortfall.short_bytes > 0
 
 
 def test_a_shape_that_the_pipeline_refuses_is_bad_input_and_undone():
     with bench("wan2.1-t2v-14b") as test:
         refused = Shape(72, 72, 5, tokens=16)
         with pytest.raises(ShapeError, match="refuses 72x72x5"):
-            settle(test.pipeline, test.card, test.settings(shapes=(refused,)))
+            run_loop(test.pipeline, test.card, test.settings(shapes=(refused,)))
         assert test.card.read().allocated_bytes == 0
 
 
 def test_only_the_largest_shapes_are_swept():
     with bench("flux.1-dev") as test:
         shapes = (Shape(32, 32, tokens=16), Shape(64, 64, tokens=16), Shape(48, 64, tokens=16))
-        settlement = settle(test.pipeline, test.card, test.settings(shapes=shapes))
-        assert [run.asked for run in settlement.baseline.runs] == [shapes[1]]
-        settlement.close()
+        outcome = run_loop(test.pipeline, test.card, test.settings(shapes=shapes))
+        assert [run.asked for run in outcome.baseline.runs] == [shapes[1]]
+        outcome.close()
 
 
 def test_masters_are_pinned_as_far_as_the_host_budget_goes_and_unpinned_at_the_end():
     with bench("qwen-image-2.1") as test:
         sized = frozenset({"text_encoder", "transformer"})
-        free = settle(test.pipeline, test.card, test.settings(sized=sized))
+        free = run_loop(test.pipeline, test.card, test.settings(sized=sized))
         wanted = {
             part.component: part.placement.pinned_charge_bytes
             for part in free.measured.parts
@@ -243,28 +244,26 @@ def test_masters_are_pinned_as_far_as_the_host_budget_goes_and_unpinned_at_the_e
         free.close()
         budget = max(wanted.values())
         pricing = Pricing(1e9, "assumed", host_budget_bytes=budget)
-        settlement = settle(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
+        outcome = run_loop(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
         pinned = [
             part.component
-            for part, chosen in zip(
-                settlement.measured.parts, settlement.committed.choice, strict=True
-            )
+            for part, chosen in zip(outcome.measured.parts, outcome.committed.choice, strict=True)
             if chosen.mode.pinned and not part.stays
         ]
         assert test.card.pinned_bytes == sum(wanted[name] for name in pinned) <= budget
-        settlement.close()
-        del settlement
+        outcome.close()
+        del outcome
         assert test.card.pinned_bytes == 0
 
 
 def test_to_fetch_nothing_ahead_is_a_choice_only_where_it_is_said_what_it_hides():
     with bench("qwen-image-2.1") as test:
         sized = frozenset({"transformer"})
-        unsaid = settle(test.pipeline, test.card, test.settings(sized=sized, measure_only=True))
+        unsaid = run_loop(test.pipeline, test.card, test.settings(sized=sized, measure_only=True))
         assert {m.prefetch for p in unsaid.measured.instance.parts for m in p.modes} == {1}
         unsaid.close()
         pricing = Pricing(1e9, "assumed", {"denoise": 1.0})
-        said = settle(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
+        said = run_loop(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
         assert {m.prefetch for p in said.measured.instance.parts for m in p.modes} == {0, 1}
         said.close()
 
@@ -273,37 +272,37 @@ def test_an_exposure_of_a_phase_that_is_not_there_is_refused():
     with bench("qwen-image-2.1") as test:
         pricing = Pricing(1e9, "assumed", {"denois": 0.5})
         with pytest.raises(UnknownNameError, match="no phase 'denois'") as refused:
-            settle(test.pipeline, test.card, test.settings(pricing=pricing))
+            run_loop(test.pipeline, test.card, test.settings(pricing=pricing))
         assert "'denoise'" in refused.value.hint
         assert test.card.read().allocated_bytes == 0
 
 
 def test_a_refutation_never_takes_away_the_room_of_the_baseline():
     with bench("qwen-image-2.1") as test:
-        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
-        measured = settlement.measured
+        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        measured = outcome.measured
         whole = Candidate(everything(measured), ())
         for place, room in enumerate(measured.instance.places):
-            at = next(h for h in settlement.headrooms if h.phase == room.phase)
+            at = next(h for h in outcome.headrooms if h.phase == room.phase)
             oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1 << 40)
             left = measured.refuted(measured.instance, whole, oom, again=False)
             least = measured.instance.device_bytes(measured.baseline, place)
             assert left.places[place].room_bytes == least
             assert not left.fits(whole.choice)
             assert left.fits(measured.baseline)
-        settlement.close()
+        outcome.close()
 
 
 def test_what_fails_where_it_takes_no_more_than_the_baseline_is_excluded_by_itself():
     with bench("qwen-image-2.1") as test:
-        settlement = settle(test.pipeline, test.card, test.settings(measure_only=True))
-        measured, at = settlement.measured, settlement.headrooms[0]
+        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        measured, at = outcome.measured, outcome.headrooms[0]
         same = Candidate(measured.baseline, ())
         oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1)
         left = measured.refuted(measured.instance, same, oom, again=True)
         assert left.places == measured.instance.places
         assert left.refuted == (measured.baseline,)
-        settlement.close()
+        outcome.close()
 
 
 def test_each_phase_begins_without_cached_blocks():
@@ -317,7 +316,7 @@ def test_each_phase_begins_without_cached_blocks():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test.card, "release_cache", watched)
-            settle(test.pipeline, test.card, test.settings(measure_only=True)).close()
+            run_loop(test.pipeline, test.card, test.settings(measure_only=True)).close()
         phases, requests = 3, 3  # one watched, two swept
         assert len(reserved) >= phases * requests
         assert all(each.reserved_bytes == each.allocated_bytes for each in reserved)
@@ -336,9 +335,9 @@ def test_after_a_caught_oom_no_tensor_of_the_failed_attempt_is_alive():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Warmup, "sweep", watched)
-            settlement = settle(test.pipeline, test.card, test.settings(explore=1))
+            outcome = run_loop(test.pipeline, test.card, test.settings(explore=1))
         (failed, after_baseline), (oom, _) = levels[:2]
         assert (failed, oom) == (False, True)
-        settlement.close()
+        outcome.close()
         assert after_baseline > 0
         assert test.card.read().allocated_bytes == 0

@@ -1,7 +1,8 @@
 """The choice as a mixed-integer program: the blocks of all parts, joined, and HiGHS.
 
 modes      each part takes one
-places     what the parts take <= room; places with the same sum keep the least room
+places     what the parts take, and what is pinned where the card is charged for it, <= room;
+           places with the same sum keep the least room
 host       what the modes pin <= budget
 refuted    something is below what was refuted: below[entry] for a count
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import highspy
@@ -21,7 +22,7 @@ from .block import Block, mode_rank, modes
 from .columns import Columns, Terms, Unit, added, times
 from .instance import Choice, Instance
 from .order import MODE_WEIGHT, Order
-from .part import Part, PartChoice, Place
+from .part import PartChoice, Place
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""
@@ -50,7 +51,7 @@ class Program:
         self.slack = slack
         self.is_slippery = False
         self.columns = Columns()
-        self.bytes = Unit(_sizes(instance.parts))
+        self.bytes = Unit(_sizes(instance))
         self.ties = Order(instance)
         self.per_second = 1000 / self.ties.streamed_s
         self.hosts = Unit(mode.host_bytes for part in instance.parts for mode in part.modes)
@@ -82,7 +83,7 @@ class Program:
     def _limit_rooms(self) -> None:
         least: dict[tuple[tuple[int, float], ...], float] = {}
         for place, room in enumerate(self.instance.places):
-            terms = added(*(block.device_bytes(place) for block in self.blocks))
+            terms = added(*(self._taken(block, place) for block in self.blocks))
             terms = added(terms, times(-1, self.shortage))
             upper = self.bytes.limit(room.room_bytes, slack=self.slack)
             if self.shortage:
@@ -91,6 +92,12 @@ class Program:
             least[key] = min(least.get(key, upper), upper)
         for key, upper in least.items():
             self.columns.row(dict(key), upper=upper)
+
+    def _taken(self, block: Block, place: Place) -> Terms:
+        taken = block.device_bytes(place)
+        if self.instance.pinned_on_card:
+            taken = added(taken, {block.active: self.bytes.of(block.mode.host_bytes)})
+        return taken
 
     def _refute(self, choice: Choice) -> None:
         below: Terms = {}
@@ -197,11 +204,12 @@ class Program:
         """Exclude all that is the same as `choice` in a place, where it doesn't fit."""
         differs: Terms = {}
         for blocks, chosen in zip(self.parts, choice, strict=True):
-            for use, span in enumerate(blocks[0].part.uses):
-                if place in span.places:
-                    others = (block.active for block in blocks if block.mode != chosen.mode)
-                    differs |= dict.fromkeys(others, 1.0)
-                elif place not in span.gap_places:
+            uses = blocks[0].part.uses
+            if self.instance.pinned_on_card or any(place in span.places for span in uses):
+                others = (block.active for block in blocks if block.mode != chosen.mode)
+                differs |= dict.fromkeys(others, 1.0)
+            for use, span in enumerate(uses):
+                if place not in span.places and place not in span.gap_places:
                     continue
                 tables = [("retains", use), ("retained", use)]
                 if place in span.places:
@@ -301,7 +309,9 @@ def _entries(
     return len(index), index, np.array([*terms.values()], dtype=np.float64)
 
 
-def _sizes(parts: Iterable[Part]) -> Iterator[int]:
-    for part in parts:
+def _sizes(instance: Instance) -> Iterator[int]:
+    for part in instance.parts:
         yield part.non_layer_bytes
         yield from (layers.layer_bytes for layers in part.classes)
+        if instance.pinned_on_card:
+            yield from (mode.host_bytes for mode in part.modes)

@@ -1,0 +1,270 @@
+import pytest
+import torch
+from bench_card import FAMILIES, bench, each_family
+from pipeline_image import image_of
+
+from residency.offload.errors import (
+    BaselineError,
+    InputError,
+    LockedError,
+    OffloadError,
+    OutsideEnvelopeError,
+)
+from residency.phases.shape import Shape
+from residency.planner import Mode, Options, Settlement, settle
+from residency.planner.event import Step
+from residency.planner.journal.history import History
+from residency.planner.journal.journal import Journal
+from residency.planner.journal.lock import PlannerLock
+from residency.planner.plan import Status, Verdict
+
+FAMILY = FAMILIES[0]
+OPTIONS = Options(margin_bytes=0)
+
+
+def settled(test, **given) -> Settlement:
+    return settle(
+        test.pipeline, **{"device": test.card, "envelope": [test.shape], "options": OPTIONS} | given
+    )
+
+
+def history(path, settlement) -> History:
+    return Journal.open(path).history(settlement.plan.fingerprint.digest)
+
+
+@each_family
+def test_one_call_settles_serves_and_puts_back(family):
+    with bench(family) as test:
+        before = image_of(test.pipeline.pipeline)
+        settlement = settled(test)
+        assert settlement.status is Status.COMMITTED
+        assert settlement.plan.attempts[-1].verdict is Verdict.ACCEPTED
+        with settlement.guard(test.shape):
+            image = test.pipeline.run(test.shape).value.cpu()
+        again = settlement.serve(test.shape, lambda: test.pipeline.run(test.shape).value.cpu())
+        assert torch.equal(image, again)
+        assert settlement.check().holds
+        settlement.close()
+        assert image_of(test.pipeline.pipeline).differences(before) == []
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_a_raw_pipeline_and_shapes_in_words_will_do():
+    with bench(FAMILY) as test:
+        settlement = settle(
+            test.pipeline.pipeline, device=test.card, envelope=["64x64:tokens=16,guidance=1"]
+        )
+        with settlement.guard("32x32:tokens=8,guidance=1"):
+            pass
+        with pytest.raises(OutsideEnvelopeError), settlement.guard("128x64:tokens=16,guidance=1"):
+            raise AssertionError("it ran")
+        settlement.close()
+
+
+def test_the_plan_of_the_last_start_is_verified_and_not_searched_for(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        first = settled(test, journal=journal)
+        uses = first.plan.uses
+        first.close()
+        steps = []
+        second = settled(test, journal=journal, listen=lambda event: steps.append(event.step))
+        assert (first.verified, second.verified) == (False, True)
+        assert Step.VERIFYING in steps
+        assert Step.MEASURING not in steps
+        assert second.status is Status.COMMITTED
+        assert second.plan.uses == uses
+        assert second.warnings == ()
+        with second.guard(test.shape):
+            test.pipeline.run(test.shape)
+        assert test.card.read().allocated_bytes > 0
+        second.close()
+
+
+def test_search_searches_though_a_plan_is_known(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        settled(test, journal=journal).close()
+        second = settled(test, journal=journal, mode="search")
+        assert not second.verified
+        second.close()
+
+
+def test_off_measures_the_baseline_and_retains_nothing():
+    with bench(FAMILY) as test:
+        settlement = settled(test, mode=Mode.OFF)
+        assert settlement.status is Status.BASELINE_ONLY
+        assert settlement.plan.attempts == ()
+        with settlement.guard(test.shape):
+            test.pipeline.run(test.shape)
+        settlement.close()
+
+
+def test_another_envelope_is_another_fingerprint_and_searched_for(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        settled(test, journal=journal).close()
+        other = Shape(32, 64, tokens=16, guidance=1.0)
+        second = settled(test, journal=journal, envelope=[other])
+        assert not second.verified
+        second.close()
+
+
+def test_a_plan_file_that_is_lost_is_searched_for_and_said(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        settled(test, journal=journal).close()
+        (tmp_path / "journal.plan.json").unlink()
+        second = settled(test, journal=journal)
+        assert not second.verified
+        assert second.status is Status.COMMITTED
+        assert "searched for anew" in second.warnings[0]
+        second.close()
+
+
+def test_a_plan_file_of_something_else_than_was_committed_is_not_believed(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        first = settled(test, journal=journal)
+        first.close()
+        uses = tuple(use.model_copy(update={"retained_set": (0,)}) for use in first.plan.uses)
+        plan = first.plan.model_copy(update={"uses": uses})
+        first.report.model_copy(update={"plans": (plan,)}).write(tmp_path / "journal.plan.json")
+        second = settled(test, journal=journal)
+        assert not second.verified
+        assert "isn't what the journal says" in second.warnings[0]
+        second.close()
+
+
+def test_a_journal_that_cannot_be_kept_leaves_the_baseline_and_says_why(tmp_path):
+    with bench(FAMILY) as test:
+        (tmp_path / "journal").mkdir()
+        settlement = settled(test, journal=tmp_path / "journal")
+        assert settlement.status is Status.BASELINE_ONLY
+        assert "nothing is tried without the journal" in settlement.warnings[0]
+        with settlement.guard(test.shape):
+            test.pipeline.run(test.shape)
+        settlement.close()
+
+
+def test_a_journal_that_fills_its_disk_leaves_the_baseline(tmp_path, monkeypatch):
+    with bench(FAMILY) as test:
+        append = Journal.append
+
+        def full(journal, record):
+            if record.kind == "committed":
+                raise journal._error("written", "No space left on device")
+            append(journal, record)
+
+        monkeypatch.setattr(Journal, "append", full)
+        settlement = settled(test, journal=tmp_path / "journal")
+        assert settlement.status is Status.BASELINE_ONLY
+        assert "No space left on device" in settlement.warnings[-1]
+        assert not any(use.retain_resident_layers for use in settlement.plan.uses)
+        settlement.close()
+        assert history(tmp_path / "journal", settlement).committed is None
+
+
+def test_two_planners_on_one_card_exclude_one_another(tmp_path):
+    with bench(FAMILY) as test, PlannerLock(test.card.identity.uuid, tmp_path):
+        before = image_of(test.pipeline.pipeline)
+        with pytest.raises(LockedError, match="is being planned on"):
+            settled(test, options=Options(margin_bytes=0, lock_folder=tmp_path))
+        assert image_of(test.pipeline.pipeline).differences(before) == []
+
+
+def test_the_lock_is_free_again_once_it_is_settled(tmp_path):
+    with bench(FAMILY) as test:
+        settlement = settled(test, options=Options(margin_bytes=0, lock_folder=tmp_path))
+        with PlannerLock(test.card.identity.uuid, tmp_path):
+            pass
+        settlement.close()
+
+
+def test_a_baseline_that_does_not_fit_is_said_and_nothing_is_served():
+    with bench(FAMILY, capacity_bytes=500_000) as test:
+        before = image_of(test.pipeline.pipeline)
+        settlement = settled(test)
+        assert settlement.status is Status.INFEASIBLE
+        with pytest.raises(BaselineError, match="doesn't run on"), settlement.guard(test.shape):
+            raise AssertionError("it ran")
+        settlement.close()
+        assert image_of(test.pipeline.pipeline).differences(before) == []
+
+
+def test_after_close_nothing_is_served():
+    with bench(FAMILY) as test:
+        settlement = settled(test)
+        settlement.close()
+        with pytest.raises(OffloadError, match="isn't served any more"):
+            settlement.serve(test.shape, lambda: None)
+
+
+def test_what_ran_out_of_memory_too_often_is_not_believed_by_the_next_start(tmp_path):
+    journal = tmp_path / "journal"
+    with bench(FAMILY) as test:
+        options = Options(margin_bytes=0, max_ooms=1)
+        settlement = settled(test, journal=journal, options=options)
+
+        def grown():
+            test.card.faults.at_allocation(1)
+            return test.pipeline.run(test.shape)
+
+        with pytest.raises(torch.OutOfMemoryError):
+            settlement.serve(test.shape, grown)
+        settlement.close()
+        assert history(journal, settlement).committed is None
+        assert history(journal, settlement).refuted != ()
+
+
+def test_where_the_journal_cannot_say_so_a_plan_is_given_up_all_the_same(
+    tmp_path, monkeypatch, caplog
+):
+    with bench(FAMILY) as test:
+        options = Options(margin_bytes=0, max_ooms=1)
+        settlement = settled(test, journal=tmp_path / "journal", options=options)
+
+        def full(journal, record):
+            raise journal._error("written", "No space left on device")
+
+        runs = []
+
+        def grown():
+            runs.append(1)
+            if len(runs) < 3:  # the first may be transient
+                test.card.faults.at_allocation(1)
+            return test.pipeline.run(test.shape)
+
+        monkeypatch.setattr(Journal, "append", full)
+        settlement.serve(test.shape, grown)
+        assert "the next start won't know" in caplog.text
+        settlement.close()
+
+
+def test_options_that_cannot_be_are_refused_and_nothing_stays_applied():
+    with bench(FAMILY) as test:
+        before = image_of(test.pipeline.pipeline)
+        with pytest.raises(InputError, match="max_ooms is 0"):
+            settled(test, options=Options(margin_bytes=0, max_ooms=0))
+        assert image_of(test.pipeline.pipeline).differences(before) == []
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_it_can_be_settled_again_between_two_requests():
+    with bench(FAMILY) as test:
+        settlement = settled(test)
+        first = settlement.plan.uses
+        test.card.others_bytes = test.card.card.total_bytes - test.card.read().allocated_bytes
+        assert not settlement.check().holds
+        test.card.others_bytes = 0
+        settlement.resettle()
+        assert settlement.plan.uses == first
+        with settlement.guard(test.shape):
+            test.pipeline.run(test.shape)
+        settlement.close()
+        assert test.card.read().allocated_bytes == 0
+
+
+def test_a_device_that_is_not_there_is_bad_input():
+    with bench(FAMILY) as test, pytest.raises(InputError, match="CUDA"):
+        settled(test, device="cuda:0")
