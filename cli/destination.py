@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 
 from ..offload.errors import InputError
 
@@ -33,17 +32,10 @@ class Destination:
 
     def write(self, text: str) -> None:
         """Raises InputError."""
-        target = self._target
-        partial = target.with_name(f".residency-{os.getpid()}-{token_hex(4)}.partial")
+        from ..planner.journal.file import replace_file
+
         try:
-            try:
-                with partial.open("x", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_file(self.path, text.encode())
         except OSError as error:
             raise InputError(
                 f"--out {self.path} can't be written: {error.strerror}",
@@ -52,5 +44,5 @@ class Destination:
 
     @property
     def _target(self) -> Path:
-        """Links are followed, so that replacing writes to what they name."""
+        """Links are followed, as they are in writing."""
         return Path(os.path.realpath(self.path))

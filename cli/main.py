@@ -6,10 +6,17 @@ from typing import Annotated
 
 import typer
 
+from .apply import EXIT_CODES as APPLY_EXIT_CODES
+from .apply import apply
 from .cards import cards
+from .check import EXIT_CODES as CHECK_EXIT_CODES
+from .check import check
 from .explain import explain
 from .faults import EXIT_CODES
 from .plan import plan
+from .probe import EXIT_CODES as PROBE_EXIT_CODES
+from .probe import probe
+from .schema import schema
 from .show import show
 
 app = typer.Typer(
@@ -22,7 +29,11 @@ app = typer.Typer(
 app.command(epilog=EXIT_CODES)(plan)
 app.command(epilog=EXIT_CODES)(show)
 app.command(epilog=EXIT_CODES)(explain)
+app.command(epilog=CHECK_EXIT_CODES)(check)
+app.command(epilog=APPLY_EXIT_CODES)(apply)
+app.command(epilog=EXIT_CODES)(schema)
 app.command(epilog=EXIT_CODES)(cards)
+app.command(epilog=PROBE_EXIT_CODES)(probe)
 
 
 def _print_version(asked: bool) -> None:

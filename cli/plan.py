@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -134,12 +136,35 @@ def plan(
         Path | None,
         typer.Option(metavar="PLAN.JSON", help="Also write the report, as JSON, to this file."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda[:N]",
+            help="Plan on a card of this machine, not a simulated one; PIPELINE may then also be a "
+            "folder that a diffusers pipeline was saved in.",
+        ),
+    ] = None,
+    assume_free: Annotated[
+        bool,
+        typer.Option(
+            "--assume-free",
+            help="With --device: simulate that card as if no other process held memory of it.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="With --device: measure the baseline and propose, without trying anything.",
+        ),
+    ] = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Plan what stays on the card between phases.
 
-    PIPELINE runs through the whole loop on simulated cards, with real shapes and no weights:
-    measure, propose, apply, validate, roll back what is refuted. Nothing on this machine changes.
+    PIPELINE runs through the whole loop on simulated cards, with real shapes and no weights, or
+    with --device on a real one: measure, propose, apply, validate, roll back what is refuted.
+    Afterwards everything is put back; `residency.planner.settle` does the same inside a server.
 
     Sizes are 376MiB, 2GiB (1024 each), 24GB (1000 each) or plain bytes. The plan is on stdout,
     progress on stderr.
@@ -147,17 +172,17 @@ def plan(
     with reported(traceback):
         from ..phases.shape import Shape
         from ..planner.report import Report
-        from ..planner.request import MARGIN_BYTES, PlanRequest
+        from ..planner.request import PlanRequest
 
         request = PlanRequest(
             pipeline=pipeline,
-            cards=select_cards(card or [], capacity),
+            cards=() if device else select_cards(card or [], capacity),
             shapes=tuple(Shape.parse(text) for text in shape or []),
             component_residency=parse_assignments(_RESIDENCY, component_residency or []),
             resident_layers=parse_layer_counts(_LAYERS, resident_layers or []),
             context_bytes=None if context is None else parse_size("--context", context),
             others_bytes=parse_size("--others", others),
-            margin_bytes=MARGIN_BYTES if margin is None else parse_size("--margin", margin),
+            margin_bytes=None if margin is None else parse_size("--margin", margin),
             explore=explore,
             size=_sizing(size),
             exposures=parse_shares("--exposure", exposure or []),
@@ -165,13 +190,24 @@ def plan(
             previous=None if previous is None else Report.read(previous),
             prefetch=prefetch,
             expandable_segments=expandable_segments,
+            dry_run=dry_run,
             tiny=tiny,
         )
-        _check(request)
+        simulates = {
+            "--card": card,
+            "--capacity": capacity,
+            "--context": context,
+            "--others": others != "0",
+            "--previous": previous,
+            "--expandable-segments": expandable_segments,
+        }
+        _check_device(device, assume_free, dry_run, [*compress(simulates, simulates.values())])
+        if not (device and _is_pretrained(pipeline)):
+            _check(request)
         destination = None if out is None else Destination(out)
         if destination:
             destination.check()
-        report = _run(request)
+        report = _run(request, device, assume_free)
         try:
             if destination:
                 destination.write(report.to_json())
@@ -214,13 +250,45 @@ def _check(request: PlanRequest) -> None:
             )
 
 
-def _run(request: PlanRequest) -> Report:
+def _check_device(
+    device: str | None, assume_free: bool, dry_run: bool, simulates: Sequence[str]
+) -> None:
+    """`simulates`: options that were given and say what a simulated card is like."""
+    for option, given in (("--assume-free", assume_free), ("--dry-run", dry_run)):
+        if given and device is None:
+            raise InputError(
+                f"{option} needs --device",
+                hint="a simulated card is free, and what is done on it changes nothing",
+            )
+    if device is not None and simulates:
+        raise InputError(
+            f"{simulates[0]} is of a simulated card, and --device is {device}",
+            hint=f"leave one of both out; {device} is read as it is",
+        )
+    if assume_free and dry_run:
+        raise InputError(
+            "--assume-free simulates, so there is nothing that --dry-run would leave alone",
+            hint="leave one of both out",
+        )
+
+
+def _is_pretrained(pipeline: str) -> bool:
+    from ..phases.pretrained import is_pretrained
+
+    return is_pretrained(pipeline)
+
+
+def _run(request: PlanRequest, device: str | None, assume_free: bool) -> Report:
     from .progress import shown_progress
 
     with shown_progress() as listen:
-        from ..planner import service
+        from ..planner import on_device, service
 
-        return service.plan(request, listen)
+        if device is None:
+            return service.plan(request, listen)
+        if assume_free:
+            return service.plan(on_device.free_card(device, request), listen)
+        return on_device.plan_on(device, request, listen)
 
 
 def _print(report: Report, json: bool) -> None:

@@ -29,7 +29,7 @@ def comparison_view(plans: Sequence[Plan]) -> Table:
     )
     for plan in plans:
         copied = plan.h2d_bytes_per_request
-        saved = saved_s(plan) if plan.status is Status.COMMITTED else 0
+        saved = saved_s(plan) if plan.status in (Status.COMMITTED, Status.PROPOSED) else 0
         add_row(
             table,
             plan.card,

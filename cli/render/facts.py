@@ -15,7 +15,7 @@ Fact = tuple[str, str]
 
 def facts(plan: Plan, explained: Explanation) -> Iterator[Fact]:
     if explained.unfit is not None:
-        yield "nothing fits", _with_units(explained.unfit)
+        yield "nothing fits", with_units(explained.unfit)
     yield "binding phase", _binding(explained)
     yield "one more GiB", _worth(explained.one_more_gib)
     pinned = [_pin(pin) for pin in explained.pins] or ["nothing"]
@@ -29,7 +29,7 @@ def facts(plan: Plan, explained: Explanation) -> Iterator[Fact]:
     yield "proof", _proof(explained)
 
 
-def _with_units(text: str) -> str:
+def with_units(text: str) -> str:
     return re.sub(r"\b(\d+) bytes\b", lambda found: format_exact(int(found[1])), text)
 
 

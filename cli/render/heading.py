@@ -10,6 +10,7 @@ from .verdict import verdict
 
 STATUS_STYLES = {
     Status.COMMITTED: "bold green",
+    Status.PROPOSED: "bold cyan",
     Status.BASELINE_ONLY: "bold yellow",
     Status.INFEASIBLE: "bold red",
 }

@@ -96,7 +96,7 @@ def _uses(plan: Plan) -> Table:
             format_bytes(use.retained_bytes) if use.retained_bytes else "-",
             format_bytes(use.saved_h2d_bytes) if use.saved_h2d_bytes else "-",
             format_seconds(use.saved_s) if use.saved_h2d_bytes else "-",
-            reason(use),
+            reason(plan, use),
         )
     return table
 

@@ -14,6 +14,8 @@ def verdict(plan: Plan) -> str:
     match plan.status:
         case Status.COMMITTED:
             return f"{_capitalised(_sets(plan))}; {_gains(plan)}"
+        case Status.PROPOSED:
+            return f"{_capitalised(_sets(plan))}, by the model and not tried; {_gains(plan)}"
         case Status.BASELINE_ONLY:
             return f"{_capitalised(would_retain(plan))} nothing: {_obstacles(plan)}"
         case Status.INFEASIBLE:
@@ -116,8 +118,14 @@ def _refutation(plan: Plan, use: UsePlan) -> str:
     where = f" in {place(attempt.phase, attempt.shape)}" if attempt.phase else ""
     undone = "rolled back" if attempt.rolled_back else "not rolled back"
     return (
-        f"{what} was tried{beyond}: {VERDICTS[attempt.verdict]}{where}{_missing(attempt)}, {undone}"
+        f"{what} was tried{beyond}: {VERDICTS[attempt.verdict]}{where}{_missing(attempt)}"
+        f"{_meanwhile(attempt)}, {undone}"
     )
+
+
+def _meanwhile(attempt: Attempt) -> str:
+    taken = attempt.neighbour_bytes
+    return f", while another process took {format_bytes(taken)}" if taken else ""
 
 
 def _missing(attempt: Attempt) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from ...planner.plan import Plan, Reason, UsePlan, Verdict
+from ...planner.plan import Plan, Reason, Status, UsePlan, Verdict
 from .units import format_bytes
 
 VERDICTS = {
     Verdict.ACCEPTED: "accepted",
     Verdict.OOM: "out of memory",
     Verdict.HEADROOM: "ran, margin not kept",
-    Verdict.SLOWER: "copied more than the baseline",
+    Verdict.SLOWER: "slower than the baseline",
     Verdict.OUTPUT: "output differs from the baseline's",
     Verdict.CRASH: "failed with an error",
+    Verdict.HOST_MEMORY: "the host couldn't lock what it pins",
 }
 
 
@@ -32,17 +33,18 @@ def layer_count(resident: int, total: int) -> str:
 
 
 def would_retain(plan: Plan) -> str:
-    return "would retain" if plan.device == "simulated" else "retains"
+    return "retains" if plan.in_effect else "would retain"
 
 
 def would_hold(plan: Plan) -> str:
-    return "would hold" if plan.device == "simulated" else "holds"
+    return "holds" if plan.in_effect else "would hold"
 
 
-def reason(use: UsePlan) -> str:
+def reason(plan: Plan, use: UsePlan) -> str:
+    proof = "not tried" if plan.status is Status.PROPOSED else "validated"
     match use.reason:
         case Reason.RETAINED:
-            return "fits every phase, validated"
+            return f"fits every phase, {proof}"
         case Reason.RESIDENT:
             return "never leaves the card"
         case Reason.NOTHING_SAVED:
@@ -54,9 +56,9 @@ def reason(use: UsePlan) -> str:
         case Reason.REFUTED:
             return f"tried and refuted{_where(use)}{short_by(use.shortfall_bytes)}"
         case Reason.PARTLY_RETAINED if use.limiting_phase:
-            return f"as many layers as fit{_where(use)}, validated"
+            return f"as many layers as fit{_where(use)}, {proof}"
         case Reason.PARTLY_RETAINED:
-            return "as many layers as fit or are worth their bytes, validated"
+            return f"as many layers as fit or are worth their bytes, {proof}"
         case Reason.OUTBID:
             return "fits alone, what is retained instead saves more"
         case _:

@@ -141,6 +141,7 @@ def plan(card: str, capacity_gib: float, status: Status, **others: object) -> Pl
         "sizing": "declared",
         "explanation": None,
         "device": "simulated",
+        "fingerprint": None,
     }
     return Plan.model_validate(values | others)
 
@@ -164,6 +165,9 @@ def attempt(verdict: Verdict, **others: object) -> Attempt:
         "shape": None,
         "shortfall_bytes": None,
         "detail": None,
+        "neighbour_bytes": 0,
+        "seconds": None,
+        "baseline_seconds": None,
         "rolled_back": verdict is not Verdict.ACCEPTED,
     }
     return Attempt.model_validate(values | others)

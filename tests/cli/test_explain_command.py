@@ -45,7 +45,7 @@ def test_the_json_is_the_explanations_and_whose_they_are(run: Run, path: Path):
     document = json.loads(run("explain", path, "--json").out)
     first, second = document["explanations"]
     assert ONE_PHASE_BINDS.explanation is not None
-    assert document["format_version"] == 1
+    assert document["format_version"] == 2
     assert (first["card"], second["card"]) == ("RTX 4090", "RTX 5090")
     assert first["explanation"] == ONE_PHASE_BINDS.explanation.model_dump(mode="json")
     assert second["explanation"] is None

@@ -30,8 +30,8 @@ def test_what_is_held_across_the_steps_is_told_besides():
 
 def test_a_plan_that_retains_nothing_may_hold_something():
     held = tuple(use for use in HOST_MEMORY_BINDS.uses if not use.retain_resident_layers)
-    for device, start in (("simulated", "Would hold 34 of 57"), ("NVIDIA L4", "Holds 34 of 57")):
-        plan = HOST_MEMORY_BINDS.model_copy(update={"uses": held, "device": device})
+    for in_effect, start in ((False, "Would hold 34 of 57"), (True, "Holds 34 of 57")):
+        plan = HOST_MEMORY_BINDS.model_copy(update={"uses": held, "in_effect": in_effect})
         assert verdict(plan).startswith(f"{start} transformer layers across the steps; ")
 
 
@@ -46,9 +46,11 @@ def test_without_an_explanation_layers_that_run_are_not_guessed():
 
 def test_a_partly_retained_set_says_where_it_ends():
     use = encoder_use(Reason.PARTLY_RETAINED, 0.1).model_copy(update={"limiting_phase": "denoise"})
-    assert reason(use) == "as many layers as fit in denoise, validated"
+    assert reason(ONE_PHASE_BINDS, use) == "as many layers as fit in denoise, validated"
     use = use.model_copy(update={"limiting_phase": None})
-    assert reason(use) == "as many layers as fit or are worth their bytes, validated"
+    assert (
+        reason(ONE_PHASE_BINDS, use) == "as many layers as fit or are worth their bytes, validated"
+    )
 
 
 def test_a_lack_of_headroom_is_told_of_the_least_that_could_be_retained():

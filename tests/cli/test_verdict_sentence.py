@@ -8,7 +8,7 @@ from residency.planner.plan import Reason, Status, Verdict
 
 @pytest.mark.parametrize("why", Reason)
 def test_every_reason_has_words(why: Reason):
-    assert len(reason(encoder_use(why, 0.0))) > 10
+    assert len(reason(COMMITTED, encoder_use(why, 0.0))) > 10
 
 
 @pytest.mark.parametrize("said", Verdict)
@@ -21,6 +21,22 @@ def test_a_committed_plan_says_what_it_holds_what_it_saves_and_what_is_assumed()
         "Would retain text_encoder: 43 of 66 layers, 11.33 GiB across the gap; 12.94 GiB -> "
         "2.01 GiB copied a request, about 0.23 s saved (at 50.4 GB/s; assumed: "
         "80% of PCIe 5.0 x16, no copy hidden behind compute)"
+    )
+
+
+def test_what_was_not_tried_is_not_called_validated():
+    proposed = COMMITTED.model_copy(update={"status": Status.PROPOSED})
+    assert (
+        "43 of 66 layers, 11.33 GiB across the gap, by the model and not tried; 12.94"
+        in verdict(proposed)
+    )
+    assert reason(proposed, encoder_use(Reason.RETAINED, 0.0)) == "fits every phase, not tried"
+
+
+def test_a_neighbour_that_explains_a_refutation_is_told():
+    tried = REFUTED.attempts[-1].model_copy(update={"neighbour_bytes": gib(3)})
+    assert ", while another process took 3.00 GiB, rolled back" in verdict(
+        REFUTED.model_copy(update={"attempts": (tried,)})
     )
 
 

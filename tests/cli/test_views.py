@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 from canned import COMMITTED, INFEASIBLE, NO_HEADROOM, REFUTED, report
+from canned_check import HOLDS, HOLDS_SIMULATED, REBUILT, STALE
 from canned_flux import HOST_MEMORY_BINDS
+from canned_probe import LOST, NO_CARD, ONE_POOL, TWO_CARDS
 from canned_sized import EVERYTHING_FITS, NOTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
 from rich.console import Console, RenderableType
 
 from residency.cli.render.cards import cards_view
+from residency.cli.render.check import check_view
 from residency.cli.render.explanation import explanation_view
+from residency.cli.render.probe import probe_view
 from residency.cli.render.report import report_view
 from residency.cli.screen import rendered
 from residency.offload.cards import CARDS
@@ -33,6 +37,14 @@ VIEWS = {
     "explain_nothing_fits": explanation_view(report(NOTHING_FITS)),
     "explain_without_explanation": explanation_view(report(COMMITTED, INFEASIBLE)),
     "cards": cards_view(CARDS.values()),
+    "check_holds": check_view(HOLDS),
+    "check_simulated": check_view(HOLDS_SIMULATED),
+    "check_rebuilt": check_view(REBUILT),
+    "check_stale": check_view(STALE),
+    "probe_two_cards": probe_view(TWO_CARDS),
+    "probe_one_pool": probe_view(ONE_POOL),
+    "probe_lost_card": probe_view(LOST),
+    "probe_no_card": probe_view(NO_CARD),
 }
 
 every_view = pytest.mark.parametrize(("name", "view"), VIEWS.items(), ids=list(VIEWS))
@@ -82,7 +94,7 @@ def test_brackets_in_a_name_are_no_markup():
 
 
 def test_a_plan_that_is_no_dry_run_says_what_is_and_not_what_would_be():
-    plan = COMMITTED.model_copy(update={"device": "NVIDIA GeForce RTX 5090"})
+    plan = COMMITTED.model_copy(update={"device": "NVIDIA GeForce RTX 5090", "in_effect": True})
     text = rendered(report_view(report(plan, plan)), io.StringIO())
     assert "Retains text_encoder" in text
     assert "ould retain" not in text
