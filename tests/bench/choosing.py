@@ -5,9 +5,10 @@ import time
 
 from rich.table import Table
 
-from residency.planner.choice import Chosen, choose
-from residency.planner.instance import Instance, Room, joined
-from residency.planner.part import LayerClass, Mode, Part, UseSpan
+from residency.planner.choosing.choice import Chosen, choose
+from residency.planner.choosing.instance import Instance, Room
+from residency.planner.choosing.joint import joined
+from residency.planner.choosing.part import LayerClass, Mode, Part, UseSpan
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,7 +135,7 @@ def of_ranks(whole: Instance, count: int) -> Instance:
         less = whole.shifted(-137 * MIB * rank)
         place = rank % len(whole.places)
         ranks.append(less.lowered(place, less.places[place].room_bytes - 211 * MIB * rank))
-    return joined(ranks)
+    return joined(ranks).instance
 
 
 def table() -> Table:
