@@ -2,9 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-PACKAGES := cli cli/render offload offload/cuda offload/simulated phases planner planner/choosing planner/journal planner/planfile planner/ranks planner/serving
+PACKAGES := cli cli/render offload offload/cuda offload/simulated phases phases/diffusers planner planner/account planner/choosing planner/journal planner/ranks planner/serving
 
-.PHONY: plan test check bench sizes gpu-report
+.PHONY: plan test test-all check bench sizes gpu-report
 
 # One pipeline, one set of layers, two cards: opposite decisions.
 plan: $(VENV)/.ready
@@ -12,8 +12,13 @@ plan: $(VENV)/.ready
 	  --component-residency dit=resident,text_encoder=layerwise-offload,vae=resident \
 	  --layerwise-resident-layers text_encoder=0.65 --explore 1
 
+# Standard input and SIGINT are as a background job finds them, so that both ways pass alike.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" < /dev/null
+
+# And the kill grids, the soaks, and every family at full scale.
+test-all: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal < /dev/null
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check

@@ -1,71 +1,47 @@
-"""What a machine says of its cards and its host memory, as `residency probe` tells it."""
+"""`residency probe` and `residency cards`: this machine, and the cards of the catalogue."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
-from ..offload.inspection import Nature
-from ..planner.value import Value
+import typer
 
-FORMAT_VERSION: Literal[1] = 1
+from . import screen
+from .screen import TracebackOption, reported
 
-
-class Figure(Value):
-    name: str
-    value: int | str | None
-    """None where the source doesn't say; `source` then tells why."""
-    unit: str
-    """`bytes`, or what the number counts; empty for a word."""
-    source: str
+PROBE_EXIT_CODES = """\b
+Exit codes:
+  0    done, whatever the machine says; also where it has no card
+  2    a card was named that isn't there or can't be read, or a failure of residency itself
+  130  interrupted
+"""
 
 
-class Note(Value):
-    kind: str
-    nature: Nature
-    message: str
-    hint: str | None
+def probe(
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cuda:N", help="One card. Without: all that this process sees."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Show what this machine says of its cards and its memory, where each figure is from, what
+    contradicts and what is assumed."""
+    with reported(traceback):
+        from .render.machine import machine_view
+        from .survey import survey
+
+        machine = survey(device)
+        if json:
+            screen.write(machine.to_json())
+        else:
+            screen.show(machine_view(machine))
 
 
-class ProbedCard(Value):
-    device: str
-    """As torch names it: `cuda:0`."""
-    name: str
-    uuid: str
-    usable_bytes: int
-    """What this process may take with tensors."""
-    drift_reserve_bytes: int
-    """What a plan's margin should hold besides: programs of a desktop come to take it."""
-    unified: bool
-    """Device and host memory are one pool."""
-    spills: bool
-    """A full card goes on in host memory, and no out-of-memory error comes."""
-    pins_on_card: bool
-    """Page-locked host memory is charged to the card as well."""
-    figures: tuple[Figure, ...]
-    notes: tuple[Note, ...]
+def cards(traceback: TracebackOption = False) -> None:
+    """List the cards that can be simulated."""
+    with reported(traceback):
+        from ..offload.cards import CARDS
+        from .render.machine import cards_view
 
-
-class Unreadable(Value):
-    """A card that torch sees and that can't be read."""
-
-    device: str
-    message: str
-    hint: str | None
-
-
-class Machine(Value):
-    format_version: Literal[1] = FORMAT_VERSION
-    residency_version: str
-    torch_version: str
-    cards: tuple[ProbedCard, ...]
-    unreadable: tuple[Unreadable, ...]
-    no_card: str | None
-    """Why there is no card; None where there is one."""
-    hint: str | None
-    """What to do about it."""
-    no_nvml: str | None
-    """Why NVML, which knows what other processes hold, says nothing; None where it does."""
-    host: tuple[Figure, ...]
-
-    def to_json(self) -> str:
-        return self.model_dump_json(indent=2) + "\n"
+        screen.show(cards_view(CARDS.values()))

@@ -6,18 +6,10 @@ from typing import Annotated
 
 import typer
 
-from .apply import EXIT_CODES as APPLY_EXIT_CODES
-from .apply import apply
-from .cards import cards
-from .check import EXIT_CODES as CHECK_EXIT_CODES
-from .check import check
-from .explain import explain
-from .faults import EXIT_CODES
+from .files import APPLY_EXIT_CODES, CHECK_EXIT_CODES, apply, check, explain, schema, show
+from .machine import PROBE_EXIT_CODES, cards, probe
 from .plan import plan
-from .probe import EXIT_CODES as PROBE_EXIT_CODES
-from .probe import probe
-from .schema import schema
-from .show import show
+from .screen import EXIT_CODES, GroupedCommand
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=EXIT_CODES)(plan)
+app.command(cls=GroupedCommand, epilog=EXIT_CODES)(plan)
 app.command(epilog=EXIT_CODES)(show)
 app.command(epilog=EXIT_CODES)(explain)
 app.command(epilog=CHECK_EXIT_CODES)(check)

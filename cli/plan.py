@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,154 +11,240 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..offload.errors import InputError
-from .assignments import parse_assignments, parse_layer_counts, parse_shares
-from .destination import Destination
-from .faults import DOES_NOT_FIT, TracebackOption, reported, say_error
-from .selection import select_cards
-from .sizes import parse_size
+from . import screen
+from .arguments import parse_assignments, parse_layer_counts, parse_shares, parse_size, select_cards
+from .files import Destination
+from .screen import DOES_NOT_FIT, TracebackOption, reported, say_error, shown_progress
 
 if TYPE_CHECKING:
-    from ..planner.report import Report
-    from ..planner.request import PlanRequest
+    from collections.abc import Sequence
+
+    from ..offload.cards import Card
+    from ..phases.shape import Shape
+    from ..planner.dry_run import PlanRequest
+    from ..planner.plan import Report
+    from ..planner.verdict import Listener
 
 _RESIDENCY = "--component-residency"
 _LAYERS = "--layerwise-resident-layers"
 _NO_FIT_HINT = "offload more components, keep fewer layers resident, or serve smaller shapes"
 
+# What is served.
+_SERVED = "Pipeline and envelope"
+Pipeline = Annotated[
+    str, typer.Argument(metavar="PIPELINE", help="A family of pipelines, such as qwen-image-2.1.")
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WxH[xFRAMES][:KEY=VALUE,…]",
+        rich_help_panel=_SERVED,
+        help="A shape that will be served, as 1280x720x81:steps=40,batch=2; repeatable. "
+        "Without: the request that the model card recommends.",
+    ),
+]
+Tiny = Annotated[
+    bool,
+    typer.Option(
+        "--tiny",
+        rich_help_panel=_SERVED,
+        help="The family's tiny config, with real arithmetic.",
+    ),
+]
+
+# What the user declares for the components.
+_DECLARED = "Declarations"
+Residency = Annotated[
+    list[str] | None,
+    typer.Option(
+        _RESIDENCY,
+        metavar="NAME=MODE,…",
+        rich_help_panel=_DECLARED,
+        help="Where a component or group (dit, text_encoder, image_encoder, vae, all) lives: "
+        "resident, layerwise-offload or component-offload; repeatable.",
+    ),
+]
+ResidentLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        _LAYERS,
+        metavar="NAME=N,…",
+        rich_help_panel=_DECLARED,
+        help="Resident layers of a layerwise component or group: a count of each layer group, "
+        "a fraction below 1, rounded in each layer group, or all; repeatable.",
+    ),
+]
+Sizing = Annotated[
+    str,
+    typer.Option(
+        metavar="MODE",
+        rich_help_panel=_DECLARED,
+        help="declared: sets as they are declared, whole or not at all; auto: as many layers "
+        "as are best, where no resident layers are declared.",
+    ),
+]
+Prefetch = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, rich_help_panel=_DECLARED, help="Layers that are fetched ahead."
+    ),
+]
+
+# The cards that are simulated.
+_SIMULATED = "Simulated card"
+Cards = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=_SIMULATED,
+        help="A card to simulate; repeat to compare several.",
+    ),
+]
+Capacity = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_SIMULATED,
+        help="A card of any other size (22GiB); with one --card, that card with this capacity.",
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_SIMULATED,
+        help="What the driver takes for the process; default 376MiB.",
+    ),
+]
+Others = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_SIMULATED,
+        help="What other processes hold of the card.",
+    ),
+]
+ExpandableSegments = Annotated[
+    bool,
+    typer.Option(
+        "--expandable-segments",
+        rich_help_panel=_SIMULATED,
+        help="Simulate the allocator's expandable segments (PYTORCH_CUDA_ALLOC_CONF).",
+    ),
+]
+
+# A card of this machine in their place.
+_REAL = "Card of this machine"
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cuda[:N]",
+        rich_help_panel=_REAL,
+        help="Plan on a card of this machine, not a simulated one; PIPELINE may then also be a "
+        "folder that a diffusers pipeline was saved in.",
+    ),
+]
+AssumeFree = Annotated[
+    bool,
+    typer.Option(
+        "--assume-free",
+        rich_help_panel=_REAL,
+        help="With --device: simulate that card as if no other process held memory of it.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        rich_help_panel=_REAL,
+        help="With --device: measure the baseline and propose, without trying anything.",
+    ),
+]
+
+# What the choice is made by.
+_CHOICE = "Prices and choice"
+Exposure = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PHASE=SHARE,…",
+        rich_help_panel=_CHOICE,
+        help="Share of a phase's copy time that compute doesn't hide, 0 to 1, as denoise=0.1; "
+        "default 1; repeatable.",
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_CHOICE,
+        help="Host memory for pinned weights; what it has no room for is pageable. "
+        "Without: all are pinned, and not counted.",
+    ),
+]
+Margin = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_CHOICE,
+        help="Kept free in every phase; default 256MiB.",
+    ),
+]
+Explore = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        rich_help_panel=_CHOICE,
+        help="Also try the N best candidates that the model says don't fit.",
+    ),
+]
+Previous = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.JSON",
+        rich_help_panel=_CHOICE,
+        help="The plan of the last start: kept where only free memory wobbles.",
+    ),
+]
+
+# What is told of it.
+_OUTPUT = "Output"
+Json = Annotated[
+    bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print the report as JSON.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.JSON",
+        rich_help_panel=_OUTPUT,
+        help="Also write the report, as JSON, to this file.",
+    ),
+]
+
 
 def plan(
-    pipeline: Annotated[
-        str,
-        typer.Argument(metavar="PIPELINE", help="A family of pipelines, such as qwen-image-2.1."),
-    ],
-    card: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A card to simulate; repeat to compare several."),
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="A card of any other size (22GiB); with one --card, that card with this capacity.",
-        ),
-    ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WxH[xFRAMES][:KEY=VALUE,…]",
-            help="A shape that will be served, as 1280x720x81:steps=40,batch=2; repeatable. "
-            "Without: the request that the model card recommends.",
-        ),
-    ] = None,
-    component_residency: Annotated[
-        list[str] | None,
-        typer.Option(
-            _RESIDENCY,
-            metavar="NAME=MODE,…",
-            help="Where a component or group (dit, text_encoder, image_encoder, vae, all) lives: "
-            "resident, layerwise-offload or component-offload; repeatable.",
-        ),
-    ] = None,
-    resident_layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            _LAYERS,
-            metavar="NAME=N,…",
-            help="Resident layers of a layerwise component or group: a count of each layer group, "
-            "a fraction below 1, rounded in each layer group, or all; repeatable.",
-        ),
-    ] = None,
-    size: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE",
-            help="declared: sets as they are declared, whole or not at all; auto: as many layers "
-            "as are best, where no resident layers are declared.",
-        ),
-    ] = "declared",
-    exposure: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exposure",
-            metavar="PHASE=SHARE,…",
-            help="Share of a phase's copy time that compute doesn't hide, 0 to 1, as denoise=0.1; "
-            "default 1; repeatable.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Host memory for pinned weights; what it has no room for is pageable. "
-            "Without: all are pinned, and not counted.",
-        ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What the driver takes for the process; default 376MiB."),
-    ] = None,
-    others: Annotated[
-        str, typer.Option(metavar="SIZE", help="What other processes hold of the card.")
-    ] = "0",
-    margin: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Kept free in every phase; default 256MiB."),
-    ] = None,
-    explore: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Also try the N best candidates that the model says don't fit.",
-        ),
-    ] = 0,
-    previous: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN.JSON",
-            help="The plan of the last start: kept where only free memory wobbles.",
-        ),
-    ] = None,
-    prefetch: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Layers that are fetched ahead.")
-    ] = 1,
-    expandable_segments: Annotated[
-        bool,
-        typer.Option(
-            "--expandable-segments",
-            help="Simulate the allocator's expandable segments (PYTORCH_CUDA_ALLOC_CONF).",
-        ),
-    ] = False,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="The family's tiny config, with real arithmetic.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="PLAN.JSON", help="Also write the report, as JSON, to this file."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda[:N]",
-            help="Plan on a card of this machine, not a simulated one; PIPELINE may then also be a "
-            "folder that a diffusers pipeline was saved in.",
-        ),
-    ] = None,
-    assume_free: Annotated[
-        bool,
-        typer.Option(
-            "--assume-free",
-            help="With --device: simulate that card as if no other process held memory of it.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="With --device: measure the baseline and propose, without trying anything.",
-        ),
-    ] = False,
+    pipeline: Pipeline,
+    shape: Shapes = None,
+    tiny: Tiny = False,
+    component_residency: Residency = None,
+    resident_layers: ResidentLayers = None,
+    size: Sizing = "declared",
+    prefetch: Prefetch = 1,
+    card: Cards = None,
+    capacity: Capacity = None,
+    context: Context = None,
+    others: Others = "0",
+    expandable_segments: ExpandableSegments = False,
+    device: Device = None,
+    assume_free: AssumeFree = False,
+    dry_run: DryRun = False,
+    exposure: Exposure = None,
+    host_memory: HostMemory = None,
+    margin: Margin = None,
+    explore: Explore = 0,
+    previous: Previous = None,
+    json: Json = False,
+    out: Out = None,
     traceback: TracebackOption = False,
 ) -> None:
     """Plan what stays on the card between phases.
@@ -171,43 +258,59 @@ def plan(
     """
     with reported(traceback):
         from ..phases.shape import Shape
-        from ..planner.report import Report
-        from ..planner.request import PlanRequest
+        from ..planner.planfile import read_report
 
-        request = PlanRequest(
-            pipeline=pipeline,
-            cards=() if device else select_cards(card or [], capacity),
-            shapes=tuple(Shape.parse(text) for text in shape or []),
-            component_residency=parse_assignments(_RESIDENCY, component_residency or []),
-            resident_layers=parse_layer_counts(_LAYERS, resident_layers or []),
-            context_bytes=None if context is None else parse_size("--context", context),
-            others_bytes=parse_size("--others", others),
-            margin_bytes=None if margin is None else parse_size("--margin", margin),
-            explore=explore,
-            size=_sizing(size),
-            exposures=parse_shares("--exposure", exposure or []),
-            host_bytes=None if host_memory is None else parse_size("--host-memory", host_memory),
-            previous=None if previous is None else Report.read(previous),
-            prefetch=prefetch,
-            expandable_segments=expandable_segments,
-            dry_run=dry_run,
-            tiny=tiny,
+        target = Target(device, assume_free=assume_free, dry_run=dry_run)
+        target.check(
+            simulated={
+                "--card": card,
+                "--capacity": capacity,
+                "--context": context,
+                "--others": others != "0",
+                "--previous": previous,
+                "--expandable-segments": expandable_segments,
+            }
         )
-        simulates = {
-            "--card": card,
-            "--capacity": capacity,
-            "--context": context,
-            "--others": others != "0",
-            "--previous": previous,
-            "--expandable-segments": expandable_segments,
-        }
-        _check_device(device, assume_free, dry_run, [*compress(simulates, simulates.values())])
+        cards = () if device else select_cards(card or [], capacity)
+        shapes = tuple(Shape.parse(text) for text in shape or [])
+        residency = parse_assignments(_RESIDENCY, component_residency or [])
+        layers = parse_layer_counts(_LAYERS, resident_layers or [])
+        sizing = _sizing(size)
+        exposures = parse_shares("--exposure", exposure or [])
+        context_bytes = _optional_size("--context", context)
+        others_bytes = parse_size("--others", others)
+        host_bytes = _optional_size("--host-memory", host_memory)
+        margin_bytes = _optional_size("--margin", margin)
+        kept = None if previous is None else read_report(previous)
         if not (device and _is_pretrained(pipeline)):
-            _check(request)
+            _check_served(pipeline, shapes, (residency, layers), tiny=tiny)
+        _check_room(cards, context_bytes or 0, others_bytes)
         destination = None if out is None else Destination(out)
         if destination:
             destination.check()
-        report = _run(request, device, assume_free)
+        with shown_progress() as listen:
+            from ..planner.dry_run import PlanRequest
+
+            request = PlanRequest(
+                pipeline=pipeline,
+                cards=cards,
+                shapes=shapes,
+                component_residency=residency,
+                resident_layers=layers,
+                context_bytes=context_bytes,
+                others_bytes=others_bytes,
+                margin_bytes=margin_bytes,
+                explore=explore,
+                size=sizing,
+                exposures=exposures,
+                host_bytes=host_bytes,
+                previous=kept,
+                prefetch=prefetch,
+                expandable_segments=expandable_segments,
+                dry_run=dry_run,
+                tiny=tiny,
+            )
+            report = target.plan(request, listen)
         try:
             if destination:
                 destination.write(report.to_json())
@@ -216,6 +319,47 @@ def plan(
         fits = _report_shortages(report)
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the loop runs: on simulated cards, on a card of this machine, or on a simulated one
+    that is what that card would be if nobody else held memory of it."""
+
+    device: str | None
+    """None: on simulated cards."""
+    assume_free: bool
+    dry_run: bool
+
+    def check(self, simulated: Mapping[str, object]) -> None:
+        """Raises InputError for options that would do nothing here. `simulated`: what was given
+        for those that say what a simulated card is like."""
+        for option, given in (("--assume-free", self.assume_free), ("--dry-run", self.dry_run)):
+            if given and self.device is None:
+                raise InputError(
+                    f"{option} needs --device",
+                    hint="a simulated card is free, and what is done on it changes nothing",
+                )
+        if self.device is not None:
+            for option in compress(simulated, simulated.values()):
+                raise InputError(
+                    f"{option} is of a simulated card, and --device is {self.device}",
+                    hint=f"leave one of both out; {self.device} is read as it is",
+                )
+        if self.assume_free and self.dry_run:
+            raise InputError(
+                "--assume-free simulates, so there is nothing that --dry-run would leave alone",
+                hint="leave one of both out",
+            )
+
+    def plan(self, request: PlanRequest, listen: Listener) -> Report:
+        from ..planner import dry_run
+
+        if self.device is None:
+            return dry_run.plan(request, listen)
+        if self.assume_free:
+            return dry_run.plan(dry_run.free_card(self.device, request), listen)
+        return dry_run.plan_on(self.device, request, listen)
 
 
 def _sizing(mode: str) -> Literal["declared", "auto"]:
@@ -229,19 +373,40 @@ def _sizing(mode: str) -> Literal["declared", "auto"]:
             )
 
 
-def _check(request: PlanRequest) -> None:
-    """Refuses at once what the planner would refuse after loading torch and the pipeline."""
-    from ..phases.component import resolve
-    from ..phases.family import find_family
-    from .render.units import format_bytes
+def _optional_size(option: str, text: str | None) -> int | None:
+    return None if text is None else parse_size(option, text)
 
-    family = find_family(request.pipeline, tiny=request.tiny)
-    for shape in request.shapes:
+
+def _is_pretrained(pipeline: str) -> bool:
+    from ..phases.diffusers.pipeline import is_pretrained
+
+    return is_pretrained(pipeline)
+
+
+def _check_served(
+    pipeline: str,
+    shapes: Sequence[Shape],
+    declared: Sequence[Mapping[str, object]],
+    *,
+    tiny: bool,
+) -> None:
+    """Refuses at once what the planner would refuse after it has loaded torch and the pipeline."""
+    from ..phases.diffusers.families import find_family
+
+    family = find_family(pipeline, tiny=tiny)
+    for shape in shapes:
         family.check(shape)
-    for selected in (request.component_residency, request.resident_layers):
+    for selected in filter(None, declared):
+        from ..phases.component import resolve
+
         resolve(selected, family.components)
-    taken = (request.context_bytes or 0) + request.others_bytes
-    for card in request.cards:
+
+
+def _check_room(cards: Sequence[Card], context_bytes: int, others_bytes: int) -> None:
+    from .render.words import format_bytes
+
+    taken = context_bytes + others_bytes
+    for card in cards:
         if taken >= card.total_bytes:
             raise InputError(
                 f"{card.name} has {format_bytes(card.total_bytes)}, of which the context and "
@@ -250,50 +415,8 @@ def _check(request: PlanRequest) -> None:
             )
 
 
-def _check_device(
-    device: str | None, assume_free: bool, dry_run: bool, simulates: Sequence[str]
-) -> None:
-    """`simulates`: options that were given and say what a simulated card is like."""
-    for option, given in (("--assume-free", assume_free), ("--dry-run", dry_run)):
-        if given and device is None:
-            raise InputError(
-                f"{option} needs --device",
-                hint="a simulated card is free, and what is done on it changes nothing",
-            )
-    if device is not None and simulates:
-        raise InputError(
-            f"{simulates[0]} is of a simulated card, and --device is {device}",
-            hint=f"leave one of both out; {device} is read as it is",
-        )
-    if assume_free and dry_run:
-        raise InputError(
-            "--assume-free simulates, so there is nothing that --dry-run would leave alone",
-            hint="leave one of both out",
-        )
-
-
-def _is_pretrained(pipeline: str) -> bool:
-    from ..phases.pretrained import is_pretrained
-
-    return is_pretrained(pipeline)
-
-
-def _run(request: PlanRequest, device: str | None, assume_free: bool) -> Report:
-    from .progress import shown_progress
-
-    with shown_progress() as listen:
-        from ..planner import on_device, service
-
-        if device is None:
-            return service.plan(request, listen)
-        if assume_free:
-            return service.plan(on_device.free_card(device, request), listen)
-        return on_device.plan_on(device, request, listen)
-
-
 def _print(report: Report, json: bool) -> None:
-    from . import screen
-    from .render.report import report_view
+    from .render.plan import report_view
 
     if json:
         screen.write(report.to_json())

@@ -6,7 +6,7 @@ On a card of this machine, `device` is "cuda:0".
 
 from residency.offload.cards import find_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.family import find_family
+from residency.phases.diffusers.families import find_family
 from residency.planner import Options, settle
 
 pipe = find_family("qwen-image", tiny=True).build()

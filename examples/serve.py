@@ -27,19 +27,19 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
 
-from residency.cli.render.page import report_page
+from residency.cli.render.plan import report_page
 from residency.offload.cards import find_card
 from residency.offload.device import Device
 from residency.offload.errors import InputError, ResidencyError
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline, is_pretrained, load_pretrained
 from residency.phases.limit import Limit
-from residency.phases.pretrained import is_pretrained, load_pretrained
 from residency.phases.shape import Shape
 from residency.planner import Settlement, settle
-from residency.planner.event import Event
 from residency.planner.plan import Status
+from residency.planner.serving.metrics import CONTENT_TYPE
+from residency.planner.verdict import Event
 
 logger = logging.getLogger("serve")
 
@@ -177,7 +177,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/metrics")
     def metrics() -> Response:
-        return Response(settled().metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(settled().metrics.text(), media_type=CONTENT_TYPE)
 
     return app
 

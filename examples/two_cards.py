@@ -2,8 +2,7 @@
 
 from residency.offload.cards import find_card
 from residency.phases.shape import Shape
-from residency.planner.request import PlanRequest
-from residency.planner.service import plan
+from residency.planner.dry_run import PlanRequest, plan
 
 GIB = 1 << 30
 

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .device import GIB
 from .errors import InputError, UnknownNameError
-
-GIB = 1 << 30
 
 # Line rate in transfers (bits) per second and lane; generations 3 to 5 send 128 bits as 130.
 _TRANSFERS_PER_S = {3: 8 * 10**9, 4: 16 * 10**9, 5: 32 * 10**9}

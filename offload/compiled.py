@@ -12,11 +12,18 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 def untraced(hook: Hook) -> Hook:
-    """`hook`, run as it stands each time. A graph ends where it is called.
+    """`hook`, run as it stands each time, and known as ours. A graph ends where it is called.
 
     Traced, it would be run once, and what it did then be in the graph.
     """
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
+    made: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    made.is_ours = True  # type: ignore[attr-defined]
+    return made
+
+
+def is_ours(hook: object) -> bool:
+    """Whether `untraced` made it."""
+    return getattr(hook, "is_ours", False) is True
 
 
 def retrace() -> None:

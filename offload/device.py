@@ -2,19 +2,27 @@
 
 A `Device` is a real card or a simulated one. Whoever holds one can read its memory, order work on
 its streams and count what crossed the bus; tensors get there through torch, on `torch_device`.
-"""
+
+An `Inspection` is what a machine says of its card: every figure with its source, and what doesn't
+add up. A `FreeFloor` is the least that was free while something ran."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
+
+
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +189,168 @@ class Device(ABC):
     @abstractmethod
     def is_defined(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has values, and not only a shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One figure. `value` is None where the source doesn't say; `source` then tells why."""
+
+    name: str
+    value: int | str | None
+    unit: str
+    """`bytes`, or what the number counts; empty for a word."""
+    source: str
+
+
+class Nature(StrEnum):
+    CONTRADICTION = "contradiction"
+    """Two sources disagree, or one is impossible: which was taken is said."""
+    ABSENCE = "absence"
+    """What can't be read."""
+    ASSUMPTION = "assumption"
+    """What was decided and not read."""
+    CONDITION = "condition"
+    """What holds on this machine and not on every one."""
+
+
+class FindingKind(StrEnum):
+    """For explaining; what is decided by is in the reading and the traits."""
+
+    TOTALS_DISAGREE = "totals disagree"
+    FREE_DISAGREES = "free disagrees"
+    PARTS_DISAGREE = "parts disagree"
+    IMPOSSIBLE_MEMORY = "impossible memory"
+    IMPOSSIBLE_PROCESS = "impossible process"
+    ALLOCATOR_ABOVE_CARD = "allocator above card"
+    NOT_OWN_PROCESS = "not own process"
+    PROCESSES_DISAGREE = "processes disagree"
+    NO_NVML = "no NVML"
+    NO_MEMORY = "no memory by NVML"
+    NO_PROCESSES = "no processes by NVML"
+    OTHERS_UNKNOWN = "others unknown"
+    NO_RETRIES = "no retries counted"
+    OS_RESERVE = "reserve of the operating system"
+    DRIVER_MODEL = "driver model assumed"
+    UNIFIED = "unified memory"
+    SPILLS = "spills"
+    SLICE = "slice of a card"
+    EXPANDABLE_ON_SLICE = "expandable segments on a slice"
+    ASYNC_ALLOCATOR = "cudaMallocAsync"
+    DESKTOP = "desktop"
+    FOREIGN = "other processes"
+    FOREIGN_GROWTH = "growth outside"
+
+    @property
+    def nature(self) -> Nature:
+        return _NATURES.get(self, Nature.CONDITION)
+
+
+_NATURES = {
+    FindingKind.TOTALS_DISAGREE: Nature.CONTRADICTION,
+    FindingKind.FREE_DISAGREES: Nature.CONTRADICTION,
+    FindingKind.PARTS_DISAGREE: Nature.CONTRADICTION,
+    FindingKind.IMPOSSIBLE_MEMORY: Nature.CONTRADICTION,
+    FindingKind.IMPOSSIBLE_PROCESS: Nature.CONTRADICTION,
+    FindingKind.ALLOCATOR_ABOVE_CARD: Nature.CONTRADICTION,
+    FindingKind.NOT_OWN_PROCESS: Nature.CONTRADICTION,
+    FindingKind.PROCESSES_DISAGREE: Nature.CONTRADICTION,
+    FindingKind.NO_NVML: Nature.ABSENCE,
+    FindingKind.NO_MEMORY: Nature.ABSENCE,
+    FindingKind.NO_PROCESSES: Nature.ABSENCE,
+    FindingKind.OTHERS_UNKNOWN: Nature.ABSENCE,
+    FindingKind.NO_RETRIES: Nature.ABSENCE,
+    FindingKind.OS_RESERVE: Nature.ASSUMPTION,
+    FindingKind.DRIVER_MODEL: Nature.ASSUMPTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: FindingKind
+    message: str
+    hint: str | None = None
+
+    @property
+    def nature(self) -> Nature:
+        return self.kind.nature
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A reading with all that it was made of."""
+
+    identity: Identity
+    reading: Reading
+    traits: Traits
+    terms: tuple[Term, ...]
+    findings: tuple[Finding, ...]
+    granularity_bytes: int
+    """The allocator takes device memory in multiples of this."""
+    drift_reserve_bytes: int = 0
+    """What programs of a desktop may come to take between two requests: for a plan's margin."""
+
+    def of(self, kind: FindingKind) -> Finding | None:
+        return next((finding for finding in self.findings if finding.kind is kind), None)
+
+
+class Readable(Protocol):
+    """What can be read: a device, or a host that is on one."""
+
+    def read(self) -> Reading: ...
+
+
+class FreeFloor:
+    """`with FreeFloor(device, every_s=0.01) as floor:` reads the device so often, and at both ends,
+    which is all where it is None.
+
+    Torch's own peaks don't see what isn't torch's: the context's growth, and other processes. An
+    error of a reading ends the sampling, and is raised when the block ends.
+    """
+
+    def __init__(self, device: Readable, *, every_s: float | None) -> None:
+        self.device = device
+        self.every_s = every_s
+        self.least_free_bytes = 0
+        self.most_others_bytes = 0
+        self.most_context_bytes = 0
+        self.most_outside_bytes = 0
+        """Of both together at one time."""
+        self.samples = 0
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="free floor", daemon=True)
+
+    def __enter__(self) -> FreeFloor:
+        self._take(self.device.read())
+        if self.every_s is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        if self.every_s is not None:
+            self._thread.join()
+        if error is None:
+            if self._error is not None:
+                raise self._error
+            self._take(self.device.read())
+
+    def _sample(self) -> None:
+        try:
+            while not self._done.wait(self.every_s):
+                self._take(self.device.read())
+        except Exception as error:
+            self._error = error
+
+    def _take(self, reading: Reading) -> None:
+        if not self.samples or reading.free_bytes < self.least_free_bytes:
+            self.least_free_bytes = reading.free_bytes
+        self.most_others_bytes = max(self.most_others_bytes, reading.others_bytes)
+        self.most_context_bytes = max(self.most_context_bytes, reading.context_bytes)
+        self.most_outside_bytes = max(self.most_outside_bytes, reading.outside_bytes)
+        self.samples += 1

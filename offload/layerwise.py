@@ -15,7 +15,8 @@ never grows beyond its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -25,12 +26,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .compiled import retrace, untraced
-from .copies import CopyStream
 from .device import Device, Event
 from .errors import OffloadError
-from .host import HostBudget
+from .host_memory import HostBudget
 from .layers import Layer, LayerGroup, Weights, layer_groups, partition, weigh
-from .order import LayerOrder
 from .placement import Placement
 
 
@@ -59,8 +58,7 @@ class LayerwiseOffload(Placement):
         prefetch: int = 1,
         pin: HostBudget | None = None,
     ) -> None:
-        self.module = module
-        self.device = device
+        super().__init__(module, device)
         self.prefetch = prefetch
         self.pin = pin
         self.groups = layer_groups(module)
@@ -79,18 +77,22 @@ class LayerwiseOffload(Placement):
         self.total_layers = len(self._layers)
         self.resident_layers = len(self._resident)
 
+        self._hooks: list[Callable[..., None]] = []
         self._handles: list[RemovableHandle] = []
-        self._copies = CopyStream(device)
         self._loaded: dict[int, _Loaded] = {}
         self._rest_loaded = False
         self._window: list[torch.Tensor] = []
         self._slots = 0
         self._held: frozenset[int] = frozenset()
         self._in_use = False
-        self._order = LayerOrder([len(group) for group in by_group])
         self._ahead: dict[int, tuple[int, ...]] = {}
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._order = LayerOrder([len(group) for group in self._by_group])
+        self._ahead.clear()
         self.layers_run: set[int] = set()
-        self.layers_run_in_use: set[int] = set()
+        self.layers_run_in_use = set()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -113,40 +115,6 @@ class LayerwiseOffload(Placement):
         return self._rest.buffer_bytes
 
     @property
-    def resident_bytes(self) -> int:
-        return sum(self._layers[i].buffer_bytes for i in self._resident)
-
-    @property
-    def retained_bytes(self) -> int:
-        return self.resident_bytes + self.non_layer_bytes
-
-    def window_bytes(self, *, holds_resident_set: bool) -> int:
-        """The streamed window's bytes in a use that does, or doesn't, hold the resident set.
-
-        Layers that haven't run yet count: which ones will is known after the first use.
-        """
-        candidates = self.layers_run or range(len(self._layers))
-        sizes = [
-            self._layers[i].buffer_bytes
-            for i in candidates
-            if not (holds_resident_set and i in self._resident)
-        ]
-        return min(1 + self.prefetch, len(sizes)) * max(sizes, default=0)
-
-    def use_bytes(self, *, holds_resident_set: bool) -> int:
-        held = self.resident_bytes if holds_resident_set else 0
-        window = self.window_bytes(holds_resident_set=holds_resident_set)
-        return self.non_layer_bytes + held + window
-
-    def pass_bytes(self, held: frozenset[int]) -> int:
-        return sum(self._layers[i].nbytes for i in self.layers_run - held)
-
-    def saved_bytes(self, *, passes: int) -> int:
-        # Layers that never run are copied only as part of a set that is held.
-        copied = self._resident if passes > 1 else self._resident & self.layers_run
-        return self._rest.nbytes + sum(self._layers[i].nbytes for i in copied)
-
-    @property
     def on_device(self) -> frozenset[int]:
         """Layers on the device now."""
         return frozenset(self._loaded)
@@ -158,19 +126,37 @@ class LayerwiseOffload(Placement):
         """
         if self._handles:
             raise OffloadError("the layers are hooked already", hint="call remove() first")
+        for weights in self._all_weights():
+            weights.check_home()
+        self._forget_order()
         if self.pin is not None:
             self.pin_masters(self.pin)
         for i, layer in enumerate(self._modules):
-            self._handles.append(layer.register_forward_pre_hook(untraced(_Enter(self, i))))
-            self._handles.append(layer.register_forward_hook(untraced(_Leave(self, i))))
+            enter, leave = untraced(_Enter(self, i)), untraced(_Leave(self, i))
+            self._hooks += [enter, leave]
+            self._handles.append(layer.register_forward_pre_hook(enter))
+            self._handles.append(layer.register_forward_hook(leave))
         retrace()
 
     def remove(self) -> None:
         """`release_all`, the hooks gone without trace, and nothing pinned."""
-        self.release_all()
+        with ExitStack() as undo:
+            undo.callback(self._leave_on_host)
+            undo.callback(self.unpin_masters)
+            undo.callback(self._unhook)
+            undo.callback(self.release_all)
+
+    def _unhook(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self.unpin_masters()
+
+    def _hooked(self) -> Iterator[tuple[str, nn.Module]]:
+        modules = dict(self.module.named_modules())
+        there = {*modules.values()}
+        yield from modules.items()
+        for i, layer in enumerate(self._modules):
+            if layer not in there:
+                yield f"layer {i}, which was taken out,", layer
 
     def _all_weights(self) -> tuple[Weights, ...]:
         return (*self._layers, self._rest)
@@ -182,6 +168,8 @@ class LayerwiseOffload(Placement):
         passes: int = 1,
         resident: frozenset[int] | None = None,
     ) -> None:
+        for weights in self._away():
+            weights.check_home()
         self._in_use = True
         self._copies.join()
         self._held = frozenset()
@@ -198,15 +186,21 @@ class LayerwiseOffload(Placement):
             self._give_up(i)  # fetched ahead by a use that was begun and not ended
         copied_bytes = 0
         if not self._rest_loaded:
-            self._copies.wait(self._rest.onload(self._copies))
+            self._copies.wait(self._rest.onload(self._copies, self._buffers))
             self._rest_loaded = True
             copied_bytes = self._rest.nbytes
         for i in sorted(self._held - self._loaded.keys()):
-            self._load(i, self._new_buffer(self._layers[i].buffer_bytes), streamed=False)
+            self._load(i, self._buffers.allocate(self._layers[i].buffer_bytes), streamed=False)
         if self._order.known:
             self._prefetch_pass()
         if timer is not None:
             timer.start(None, copied_bytes)
+
+    def _away(self) -> Iterator[Weights]:
+        """The weights that aren't on the device."""
+        if not self._rest_loaded:
+            yield self._rest
+        yield from (each for i, each in enumerate(self._layers) if i not in self._loaded)
 
     def release_after_use(
         self, keep_resident: bool = False, retained: frozenset[int] | None = None
@@ -223,22 +217,24 @@ class LayerwiseOffload(Placement):
         for i in leaving:
             self._give_up(i)
         if not keep_resident and self._rest_loaded:
-            self._rest.offload()
             self._rest_loaded = False
+            self._rest.offload()
         self._close_window()
 
     def release_all(self) -> None:
         self._in_use = False
         self._held = frozenset()
         self._order.interrupt()
-        for weights in self._all_weights():
-            weights.offload()
-        try:
-            self.device.synchronize()
-        finally:
-            self._loaded.clear()
-            self._rest_loaded = False
-            self._close_window()
+        with ExitStack() as undo:
+            undo.callback(self._forget_loaded)
+            undo.callback(self.device.synchronize)
+            for weights in self._all_weights():
+                undo.callback(weights.offload)
+
+    def _forget_loaded(self) -> None:
+        self._loaded.clear()
+        self._rest_loaded = False
+        self._close_window()
 
     def _close_window(self) -> None:
         self._window.clear()
@@ -336,12 +332,9 @@ class LayerwiseOffload(Placement):
     def _new_slot(self, i: int) -> torch.Tensor:
         candidates = self.layers_run | {i}
         size = max(self._layers[j].buffer_bytes for j in candidates if self._is_streamed(j))
-        buffer = self._new_buffer(size)
+        buffer = self._buffers.allocate(size)
         self._slots += 1
         return buffer
-
-    def _new_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
 
     def _load(self, i: int, buffer: torch.Tensor, *, streamed: bool) -> _Loaded:
         loaded = _Loaded(buffer, self._layers[i].onload_into(buffer, self._copies), streamed)
@@ -405,3 +398,70 @@ def _check_counts(groups: Sequence[LayerGroup], counts: Sequence[int], prefetch:
             )
     if prefetch < 0:
         raise OffloadError(f"prefetch is {prefetch}", hint="0 fetches no layer ahead")
+
+
+class LayerOrder:
+    """Who follows whom in a pass, and who comes first.
+
+    Layers are counted over all groups. Until a pass was seen, the layers of a group are taken to
+    follow one another, and none to follow the last of a group.
+    """
+
+    def __init__(self, group_sizes: Sequence[int]) -> None:
+        self.first: int | None = None
+        self.known = False
+        """Whether a whole pass was seen."""
+        self.passes_left = 0
+        self._next: dict[int, int] = {}
+        start = 0
+        for size in group_sizes:
+            self._next |= {i: i + 1 for i in range(start, start + size - 1)}
+            start += size
+        self._entered: set[int] = set()
+        self._running: int | None = None
+
+    def begin(self, passes: int) -> None:
+        """A use of so many passes begins."""
+        self.passes_left = passes
+        self._entered.clear()
+        self._running = None
+
+    def enter(self, i: int) -> bool:
+        """Layer `i` runs. Whether what was known of the order changed."""
+        changed = False
+        if i in self._entered:  # a layer runs once a pass: this is the next pass
+            self.passes_left -= 1
+            changed = self.end_pass()
+            self._entered.clear()
+        elif self._running is not None and self._next.get(self._running) != i:
+            self._next[self._running] = i
+            changed = True
+        if not self._entered:
+            self.first = i
+        self._entered.add(i)
+        self._running = i
+        return changed
+
+    def end_pass(self) -> bool:
+        """No layer follows the one that ran last. Whether that was known."""
+        if self._running is None:
+            return False
+        self.known = True
+        return self._next.pop(self._running, None) is not None
+
+    def interrupt(self) -> None:
+        """The pass under way was broken off: where it ended says nothing of the order."""
+        self._running = None
+
+    def is_last(self, i: int) -> bool:
+        return i not in self._next
+
+    def after(self, i: int) -> Iterator[int]:
+        """The layers behind `i` in its pass, each once: what two passes in different orders have
+        taught may go round."""
+        seen = {i}
+        at = self._next.get(i)
+        while at is not None and at not in seen:
+            yield at
+            seen.add(at)
+            at = self._next.get(at)

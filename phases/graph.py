@@ -1,14 +1,65 @@
-"""The phase graph: what a request does, in order, and which components each phase uses."""
+"""The phase graph: what a request does, in order, which components each phase uses, and the gaps
+in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import networkx as nx
 
 from ..offload.errors import PhaseError
-from .use import ComponentUse, Gap
+from .schedule import Hold
+from .shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentUse:
+    """One interval in which `component` must be ready.
+
+    In a graph it says which component works where, and how often. When it is to be prepared or
+    finished, `holding` gives it what the schedule says; `retain_resident_layers` is read when the
+    use finishes.
+    """
+
+    phase: str
+    component: str
+    passes: int = 1
+    """How often the component is called before the use ends."""
+    retain_resident_layers: bool = False
+    resident_layers: frozenset[int] = frozenset()
+    """The resident set: layers counted over all groups."""
+    retained_layers: frozenset[int] = frozenset()
+    """Of the resident set, what is retained if the use retains."""
+
+    @property
+    def at(self) -> tuple[str, str]:
+        return self.phase, self.component
+
+    def holding(self, hold: Hold | None, passes: int) -> ComponentUse:
+        """This use under a schedule, of which `hold` is what it says of it."""
+        if hold is None:
+            return ComponentUse(self.phase, self.component, passes)
+        return ComponentUse(
+            self.phase,
+            self.component,
+            passes,
+            hold.retain_resident_layers,
+            frozenset(hold.resident_set),
+            frozenset(hold.retained_set),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """From the end of `use` to `next_use` of the same component, which may be itself."""
+
+    use: ComponentUse
+    next_use: ComponentUse
+    phases: tuple[str, ...]
+    """The phases in between, in order."""
+    wraps: bool
+    """Whether it reaches into the next request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +130,10 @@ class PhaseGraph:
             hint="measure the pipeline again with a request that uses it",
         )
 
-    def retain(self, use: ComponentUse, retain: bool) -> None:
-        """Set `retain_resident_layers` on a use."""
-        uses = self.uses_in(use.phase)
-        uses[use.component] = replace(uses[use.component], retain_resident_layers=retain)
-
-    def assign(self, use: ComponentUse) -> bool:
-        """Set `retain_resident_layers` and the two sets as `use` has them; passes stay.
-
-        Whether that changed anything.
-        """
-        uses = self.uses_in(use.phase)
-        before = uses[use.component]
-        uses[use.component] = replace(use, passes=before.passes)
-        return uses[use.component] != before
-
-    def is_retained(self, use: ComponentUse) -> bool:
-        return self.uses_in(use.phase)[use.component].retain_resident_layers
-
     @property
     def passes(self) -> dict[tuple[str, str], int]:
         """Passes of each use, by phase and component."""
-        return {(use.phase, use.component): use.passes for use in self.uses}
-
-    def expect(self, passes: Mapping[tuple[str, str], int]) -> None:
-        """Set how many passes the uses of the request to come have."""
-        for (phase, component), count in passes.items():
-            uses = self.uses_in(phase)
-            uses[component] = replace(uses[component], passes=count)
+        return {use.at: use.passes for use in self.uses}
 
     def gap(self, use: ComponentUse) -> Gap:
         between: list[str] = []
@@ -124,3 +151,22 @@ class PhaseGraph:
         return [(p, [*self.uses_in(p)]) for p in self.phases] == [
             (p, [*other.uses_in(p)]) for p in other.phases
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """capacity - others - context - peak - margin, with its terms kept apart."""
+
+    phase: str
+    shape: Shape
+    capacity_bytes: int
+    others_bytes: int
+    context_bytes: int
+    peak_bytes: int
+    """The most that tensors held in the phase, with nothing retained."""
+    margin_bytes: int
+
+    @property
+    def headroom_bytes(self) -> int:
+        taken = self.others_bytes + self.context_bytes + self.peak_bytes + self.margin_bytes
+        return self.capacity_bytes - taken

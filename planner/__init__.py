@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .options import Mode, Options
-    from .settlement import Settlement, settle
+    from .settlement import Mode, Options, Settlement, settle
 
 __all__ = ["Mode", "Options", "Settlement", "settle"]
 
@@ -15,6 +14,6 @@ __all__ = ["Mode", "Options", "Settlement", "settle"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import options, settlement
+    from . import settlement
 
-    return getattr(settlement if name in ("Settlement", "settle") else options, name)
+    return getattr(settlement, name)

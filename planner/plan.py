@@ -1,4 +1,5 @@
-"""The plan for one card: what is retained, and the evidence for it.
+"""The file models: the plan for one card with the evidence for it, the report of one run, and the
+explanation of why the plan is what it is.
 
 The field names are an interface: `residency plan --json` prints them, and other programs read them.
 """
@@ -8,9 +9,112 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from .explanation import Explanation
-from .planfile.fingerprint import Fingerprint
-from .value import Value
+from ..offload.errors import StalePlanError
+from ..phases.schedule import Schedule, Value
+from .fingerprint import Fingerprint
+from .verdict import Verdict
+
+
+class Stop(StrEnum):
+    """Why a component isn't retained whole. For people: nothing is decided by it."""
+
+    WHOLE = "whole"
+    """It is: nothing stopped it."""
+    ROOM = "room"
+    """One more layer doesn't fit the limiting phase."""
+    REFUTED = "refuted"
+    """One more layer fits by the model, and validation refuted as much in the limiting phase."""
+    FIXED = "fixed"
+    """The user fixed it."""
+    WORTHLESS = "worthless"
+    """One more layer would save nothing worth its bytes."""
+    OUTBID = "outbid"
+    """One more layer doesn't fit the limiting phase beside what is held of other components, and
+    would without; that saves more."""
+
+
+class ComponentStop(Value):
+    component: str
+    phase: str
+    """The use whose gap it is about."""
+    retained_layers: int
+    running_layers: int
+    """Layers that run in the use: retaining others would save nothing."""
+    resident_layers: int
+    """Held during the use."""
+    passes: int
+    stop: Stop
+    limiting_phase: str | None
+    limiting_shape: str | None
+    step_bytes: int | None
+    """What one more step would take there: a layer, or, with nothing retained yet, a layer and
+    the weights in no layer; all that is declared, where it was declared."""
+    short_bytes: int | None
+    """How much of that is missing there."""
+
+
+class Worth(Value):
+    """What one more GiB on the card would change."""
+
+    layers: int
+    """More layers held across gaps, or in uses."""
+    seconds: float
+    """Saved a request."""
+
+
+class FrontierPoint(Value):
+    """The best plan at another capacity, by the model: not validated."""
+
+    capacity_bytes: int
+    card: str | None
+    """A catalogued card of that capacity."""
+    fits: bool
+    """Whether the baseline does."""
+    retained_bytes: int
+    resident_bytes: int
+    """Held during uses of several passes, on top of what is retained."""
+    copy_s: float
+    h2d_bytes: int
+
+
+class FixedCost(Value):
+    component: str
+    fixed: str
+    """In the words of the flag, as `transformer=resident`."""
+    seconds: float
+    """What the best plan without it saves more; 0 if it costs nothing."""
+
+
+class HostPlan(Value):
+    budget_bytes: int | None
+    charged_bytes: int
+    """For pinned masters, after rounding to powers of two."""
+    wanted_bytes: int
+    """What pinning all of them would be charged."""
+    pinned: tuple[str, ...]
+    pageable: tuple[str, ...]
+
+
+class Explanation(Value):
+    binding_phase: str | None
+    binding_shape: str | None
+    left_bytes: int | None
+    """What the plan leaves of the binding phase's room."""
+    stops: tuple[ComponentStop, ...]
+    one_more_gib: Worth | None
+    frontier: tuple[FrontierPoint, ...]
+    """By capacity; the plan's own card among them."""
+    fixed: tuple[FixedCost, ...]
+    host: HostPlan
+    copy_s: float
+    """Exposed copies of a request under the plan."""
+    baseline_copy_s: float
+    bound_s: float
+    """No plan that fits copies for less, by the model."""
+    proven: bool
+    """Whether the solver closed the gap between the two within its time limit."""
+    unfit: str | None
+    """Why nothing fits, in words with the bytes; None where something does."""
 
 
 class Status(StrEnum):
@@ -22,23 +126,6 @@ class Status(StrEnum):
     """The pipeline runs, and retaining nothing is the plan."""
     INFEASIBLE = "infeasible"
     """The baseline itself doesn't fit the card."""
-
-
-class Verdict(StrEnum):
-    """What validation said of a candidate."""
-
-    ACCEPTED = "accepted"
-    OOM = "oom"
-    HEADROOM = "headroom"
-    """It ran, and left less than the margin free in a phase."""
-    SLOWER = "slower"
-    """It moved more bytes a request than the baseline, or took longer beyond noise."""
-    OUTPUT = "output"
-    """Its output isn't the baseline's."""
-    CRASH = "crash"
-    """An error other than out of memory; or it ended an earlier process."""
-    HOST_MEMORY = "host_memory"
-    """The host couldn't lock what it pins."""
 
 
 class Reason(StrEnum):
@@ -70,14 +157,6 @@ class UsePlan(Value):
     retained_layers: int
     """Of which held across the gap."""
     total_layers: int
-    resident_set: tuple[int, ...]
-    """The layers held during the use, counted over all groups."""
-    retained_set: tuple[int, ...]
-    """Of those, the layers held across the gap."""
-    prefetch: int
-    """Layers fetched ahead."""
-    pinned: bool
-    """Whether copies come from pinned host masters."""
     retained_bytes: int
     """Device bytes across the gap if this use retains; what it would take if it doesn't: the set
     that was declared, or all layers where it was to be sized."""
@@ -189,6 +268,8 @@ class Plan(Value):
     status: Status
     components: tuple[ComponentPlan, ...]
     shapes: tuple[ShapePlan, ...]
+    schedule: Schedule
+    """What each use holds: the layers themselves, and how they are streamed."""
     uses: tuple[UsePlan, ...]
     phases: tuple[PhasePlan, ...]
     attempts: tuple[Attempt, ...]
@@ -207,3 +288,37 @@ class Plan(Value):
     """What the plan was validated on: `simulated`, or the driver's name of the card."""
     fingerprint: Fingerprint | None
     """What the plan holds for: where any of it differs, the plan is stale."""
+
+
+FORMAT_VERSION: Literal[3] = 3
+
+
+class Report(Value):
+    format_version: Literal[3] = FORMAT_VERSION
+    residency_version: str
+    pipeline: str
+    plans: tuple[Plan, ...]
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+    def plan_under(self, fingerprint: Fingerprint, source: str) -> Plan:
+        """The plan that was made under `fingerprint`. `source` names the report in messages.
+
+        Raises StalePlanError with the first difference: to the plan for the same card if there is
+        one, else to the first plan.
+        """
+        made = [(plan, plan.fingerprint) for plan in self.plans if plan.fingerprint is not None]
+        if not made:
+            raise StalePlanError(
+                f"{source} doesn't say what its plans hold for", hint="plan again on this machine"
+            )
+        made.sort(key=lambda each: each[1].card != fingerprint.card)
+        for plan, known in made:
+            if known == fingerprint:
+                return plan
+        difference = made[0][1].first_difference(fingerprint)
+        raise StalePlanError(
+            f"{source} was planned under another fingerprint: {difference}",
+            hint="plan again; what an old plan retains was proved for what was there then",
+        )

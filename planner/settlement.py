@@ -1,35 +1,300 @@
-"""A settled pipeline, ready to serve."""
+"""The call for a server's startup, and what a server holds afterwards."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..offload.device import Device
-from ..offload.errors import BaselineError, JournalError
-from ..phases.conductor import RequestTrace
-from ..phases.diffusers import DiffusersPipeline
+from ..offload.errors import BaselineError, JournalError, PlanFileError, UnknownNameError
+from ..offload.hardware import Hardware
+from ..phases.host import Host, RequestTrace
+from ..phases.hosts import Declared, host_of
 from ..phases.limit import Limit
+from ..phases.schedule import Schedule
 from ..phases.shape import Shape
-from .event import Listener, ignore
-from .hardware import Hardware
-from .journal.journal_log import JournalLog
-from .options import Mode, Options
-from .plan import Plan, Status, Verdict
+from .account.account import account
+from .choosing.joint import check_cards
+from .choosing.prices import MARGIN_BYTES, Pricing
+from .fingerprint import Fingerprint, residency_version
+from .journal.journal import Journal, JournalLog, Log, Run
+from .journal.lock import PlannerLock
+from .loop import Outcome, run_loop
+from .plan import Plan, Report, Status
+from .planfile import read_report, write_report
+from .proof import Settings
 from .ranks.agreement import Agreement
 from .ranks.rendezvous import meet
-from .report import Report
 from .serving.evidence import Evidence
-from .serving.guard import Guard
+from .serving.guard import Concurrency, Guard, OutsidePolicy
 from .serving.metrics import Metrics
-from .startup import Settled, Startup
+from .verdict import Event, Listener, Step, Verdict, ignore
+
+if TYPE_CHECKING:
+    from ..offload.device import Device
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Mode(StrEnum):
+    VERIFY = "verify"
+    """A plan that an earlier start committed under the same fingerprint is swept once. Only where
+    there is none, or it doesn't hold any more, is one searched for."""
+    SEARCH = "search"
+    OFF = "off"
+    """Only the baseline is measured, and nothing is retained."""
+
+    @classmethod
+    def read(cls, text: str) -> Mode:
+        """Raises UnknownNameError."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise UnknownNameError("mode", text, [*map(str, cls)]) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a server may say of how its pipeline is settled and served. The first ten as in
+    `residency plan`; what isn't given is measured on a real device."""
+
+    component_residency: Mapping[str, str] = field(default_factory=dict)
+    resident_layers: Mapping[str, str] = field(default_factory=dict)
+    size: Literal["declared", "auto"] = "auto"
+    exposures: Mapping[str, float] = field(default_factory=dict)
+    margin_bytes: int | None = None
+    host_bytes: int | None = None
+    prefetch: int = 1
+    explore: int = 0
+    dry_run: bool = False
+    """The best candidate by the model is told, and nothing is applied."""
+    plan: Path | None = None
+    """A file that `residency plan --out` wrote: it is verified where no earlier start committed
+    another one. A stale one is told with the first difference, and searched for anew."""
+    attempts: int = 8
+    least_patience_s: float = 30.0
+    """A candidate is refuted as slower where its sweep takes longer than this and than five times
+    the baseline's."""
+    lock_folder: Path | None = None
+    """Where planners on one card exclude one another. None: a folder of the user's, and a simulated
+    card isn't locked."""
+    lock_s: float = 0.0
+    """How long to wait for another planner."""
+    outside: OutsidePolicy = OutsidePolicy.REFUSE
+    concurrency: Concurrency = Concurrency.WAIT
+    wait_s: float | None = None
+    """How long a request waits for its turn; None: until it comes."""
+    max_crashes: int = 3
+    """So many candidates that ended a process under one fingerprint, and no other is tried: else a
+    server that something else ends would be started again for each of them."""
+    max_ooms: int = 3
+    """So many requests that run out of memory, and the baseline is served."""
+
+    @property
+    def declared(self) -> Declared:
+        return Declared(self.component_residency, self.resident_layers, self.size, self.prefetch)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What one run came to."""
+
+    outcome: Outcome
+    report: Report
+    """Of one plan."""
+    log: Log
+    verified: bool
+    """The plan is that of an earlier start, swept once; else it was searched for."""
+    warnings: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.report.plans[0]
+
+    def in_effect(self) -> Settled:
+        """With a plan that says that it is served with."""
+        served = self.plan.status is Status.COMMITTED
+        plan = self.plan.model_copy(update={"in_effect": served})
+        return replace(self, report=self.report.model_copy(update={"plans": (plan,)}))
+
+
+@dataclass(slots=True)
+class Startup:
+    """All that a run needs, so that it can be done again."""
+
+    build: Callable[[int | None], Host]
+    """The host of the pipeline as it is now, with so many bytes for pinned masters."""
+    hardware: Hardware
+    journal: Path | None
+    options: Options
+    limit: Limit
+    listen: Listener
+    agreement: Agreement
+
+    @property
+    def margin_bytes(self) -> int:
+        given = self.options.margin_bytes
+        return MARGIN_BYTES + self.hardware.reserve_bytes if given is None else given
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other planner is on the card, and no other rank on the same one. Raises
+        LockedError, DeviceError."""
+        identity, rank = self.hardware.device.identity, self.agreement.rank
+        simulated = self.hardware.device.traits.simulated
+        card = f"{identity.uuid} of rank {rank}" if simulated else identity.uuid
+        check_cards(self.agreement.exchange("cards", card))
+        if simulated and self.options.lock_folder is None:
+            yield
+            return
+        with PlannerLock(identity.uuid, self.options.lock_folder, timeout_s=self.options.lock_s):
+            yield
+
+    def run(self, mode: Mode) -> Settled:
+        """To be called inside `locked`. Raises as `settle` does; the pipeline has to be on the host
+        and free of hooks of ours."""
+        options, hardware, warnings = self.options, self.hardware, list[str]()
+        pricing = Pricing.of(
+            hardware,
+            options.exposures,
+            options.host_bytes,
+            local_ranks=self.agreement.local_ranks,
+        )
+        host = self.build(pricing.host_budget_bytes)
+        fingerprint = Fingerprint.of(
+            host, margin_bytes=self.margin_bytes, world_size=self.agreement.world_size
+        )
+        run = self._begun(fingerprint, warnings)
+        log = Log() if run is None else JournalLog(run)
+        crashed = () if run is None else run.history.crashed
+        # A journal that was asked for and can't be kept: a crash would be repeated for ever.
+        measure_only = mode is Mode.OFF or (self.journal is not None and run is None)
+        if len(crashed) >= options.max_crashes:
+            measure_only = True
+            warnings.append(
+                f"no other candidate is tried: {len(crashed)} ended a process; when it is known "
+                f"why, begin another journal than {self.journal}"
+            )
+        known = None
+        if mode is Mode.VERIFY and not options.dry_run:
+            known = self._known(run, fingerprint, warnings)
+            if known is None and not measure_only:
+                known = self._given(fingerprint, crashed, warnings)
+        settings = Settings(
+            self.margin_bytes,
+            pricing,
+            explore=options.explore,
+            attempts=options.attempts,
+            crashed=crashed,
+            verify=None if known is None else known.schedule,
+            measure_only=measure_only,
+            propose_only=options.dry_run,
+            least_patience_s=options.least_patience_s,
+            sample_s=hardware.sample_s,
+            limit=self.limit,
+            log=log,
+            agreement=self.agreement,
+        )
+        outcome = run_loop(host, settings, listen=self.listen)
+        try:
+            return self._kept(outcome, settings, known, warnings)
+        except BaseException:
+            outcome.close()
+            raise
+
+    def _kept(
+        self, outcome: Outcome, settings: Settings, known: Plan | None, warnings: list[str]
+    ) -> Settled:
+        log = settings.log
+        verified = outcome.committed is not None and outcome.baseline is None
+        if verified and known is not None:
+            plan = known
+        else:
+            plan = account(outcome, settings, self.hardware.card)
+        report = Report(
+            residency_version=residency_version(), pipeline=outcome.host.name, plans=(plan,)
+        )
+        self._keep(report, warnings)
+        if isinstance(log, JournalLog):
+            try:
+                log.run.close()
+            except JournalError as error:
+                warnings.append(error.message)
+        if outcome.stopped is not None:
+            warnings.append(f"nothing is retained: {outcome.stopped}")
+        return Settled(outcome, report, log, verified, tuple(warnings))
+
+    def _begun(self, fingerprint: Fingerprint, warnings: list[str]) -> Run | None:
+        """The journal's run; None without a journal, or where it can't be kept."""
+        if self.journal is None:
+            return None
+        try:
+            journal = Journal.open(self.journal)
+            run = journal.begin(fingerprint)
+        except JournalError as error:
+            warnings.append(f"nothing is tried without the journal: {error.message}")
+            return None
+        warnings += journal.warnings
+        if run.history.crashed:
+            crashed = len(run.history.crashed)
+            self.listen(
+                Event(Step.PLACING, f"leaving out {crashed} candidates that ended a process")
+            )
+        return run
+
+    @property
+    def _plan_file(self) -> Path | None:
+        """Beside the journal, and of the same name."""
+        return None if self.journal is None else Path(f"{self.journal}.plan.json")
+
+    def _known(self, run: Run | None, fingerprint: Fingerprint, warnings: list[str]) -> Plan | None:
+        """What the last start committed, with its evidence."""
+        committed, path = None if run is None else run.history.committed, self._plan_file
+        if committed is None or path is None:
+            return None
+        plan = _read(path, fingerprint, warnings)
+        if plan is not None and plan.schedule.key != committed.key:
+            warnings.append(f"searched for anew: {path} isn't what the journal says is committed")
+            return None
+        return plan
+
+    def _given(
+        self,
+        fingerprint: Fingerprint,
+        crashed: Sequence[Schedule],
+        warnings: list[str],
+    ) -> Plan | None:
+        path = self.options.plan
+        plan = None if path is None else _read(path, fingerprint, warnings)
+        if plan is not None and plan.schedule.key in {each.key for each in crashed}:
+            warnings.append(f"searched for anew: what {path} retains ended a process")
+            return None
+        return plan
+
+    def _keep(self, report: Report, warnings: list[str]) -> None:
+        path = self._plan_file
+        if path is None or report.plans[0].status is not Status.COMMITTED:
+            return
+        try:
+            write_report(report, path)
+        except PlanFileError as error:
+            warnings.append(f"the next start has to search: {error.message}")
+
+
+def _read(path: Path, fingerprint: Fingerprint, warnings: list[str]) -> Plan | None:
+    """The plan in `path`, where it holds for `fingerprint` and retains something."""
+    try:
+        plan = read_report(path).plan_under(fingerprint, str(path))
+    except PlanFileError as error:
+        warnings.append(f"searched for anew: {error.message}")
+        return None
+    return plan if plan.status is Status.COMMITTED else None
 
 
 def settle(
@@ -60,21 +325,25 @@ def settle(
     the card, CancelledError, OvertimeError where even the baseline wasn't measured in time,
     RankError where other ranks can't be met, RollbackError where an undo failed.
     """
+    mode, options, hardware = Mode.read(mode), options or Options(), Hardware.of(device)
+    shapes = tuple(Shape.parse(each) if isinstance(each, str) else each for each in envelope)
     ours = None
     if agreement is None:
         agreement = ours = meet()
     try:
         startup = Startup(
-            pipeline if isinstance(pipeline, DiffusersPipeline) else DiffusersPipeline(pipeline),
-            Hardware.of(device),
-            tuple(Shape.parse(each) if isinstance(each, str) else each for each in envelope),
+            lambda host_bytes: host_of(
+                pipeline, hardware.device, shapes, options.declared, host_bytes=host_bytes
+            ),
+            hardware,
             None if journal is None else Path(journal),
-            options or Options(),
+            options,
             limit or Limit(),
             listen,
             agreement,
         )
-        settled = startup.run(Mode(mode))
+        with startup.locked():
+            settled = startup.run(mode)
         try:
             return Settlement(startup, settled)
         except BaseException:
@@ -99,26 +368,21 @@ class Settlement:
         self._startup = startup
         self._settled = settled.in_effect()
         self.metrics = Metrics()
-        self._guard = self._made() if self._runs else None
+        self._guard = Guard(
+            outside=startup.options.outside,
+            concurrency=startup.options.concurrency,
+            wait_s=startup.options.wait_s,
+            max_ooms=startup.options.max_ooms,
+            margin_bytes=startup.margin_bytes,
+            metrics=self.metrics,
+            demoted=self._demoted,
+        )
+        if self._runs:
+            self._guard.renew(settled.outcome)
 
     @property
     def _runs(self) -> bool:
         return self._settled.outcome.failure is None
-
-    def _made(self) -> Guard:
-        options = self._startup.options
-        return Guard(
-            self._settled.outcome,
-            self._startup.pipeline,
-            self._startup.hardware.device,
-            outside=options.outside,
-            concurrency=options.concurrency,
-            wait_s=options.wait_s,
-            max_ooms=options.max_ooms,
-            margin_bytes=self._startup.margin_bytes,
-            metrics=self.metrics,
-            demoted=self._demoted,
-        )
 
     @property
     def status(self) -> Status:
@@ -156,33 +420,47 @@ class Settlement:
         return self._serving().check()
 
     def resettle(self, mode: Mode | str = Mode.SEARCH, *, limit: Limit | None = None) -> None:
-        """Settle anew, from the baseline, between two requests. The limit that `settle` was given
-        isn't this one's. Raises as `settle` does, and what was served before is closed then."""
-        guard = self._serving()
-        with guard.exclusive():
+        """Settle the pipeline as it is now anew, between two requests. The limit that `settle` was
+        given isn't this one's.
+
+        Raises as `settle` does; then what was served before still is, unless it is RollbackError.
+        """
+        mode = Mode.read(mode)
+        with self._guard.exclusive(), self._startup.locked():
             self._startup.limit = limit or Limit()
-            guard.close()
-            self._settled.outcome.close()
-            self._settled = self._startup.run(Mode(mode)).in_effect()
+            before = self._settled.outcome
+            state = self._guard.state
+            schedule = before.host.schedule
+            self._guard.close()
+            is_served = before.host.is_open
+            before.close()
+            try:
+                settled = self._startup.run(mode).in_effect()
+            except BaseException:
+                if is_served:
+                    before.resume(schedule)
+                    self._guard.reopen(state)
+                raise
+            self._settled = settled
             if self._runs:
-                guard.renew(self._settled.outcome)
+                self._guard.renew(settled.outcome)
 
     def close(self) -> None:
-        """Put the pipeline back as it was given; the plan stays committed for the next start.
+        """Take off all that is ours; the plan stays committed for the next start. More than once
+        is nothing.
 
         Raises RollbackError.
         """
-        if self._guard is None:
-            return
         with self._guard.exclusive():
             self._guard.close()
             self._settled.outcome.close()
+            self.metrics.retained_bytes.replace({})
 
     def _serving(self) -> Guard:
-        if self._guard is None:
+        if not self._runs:
             failure = self._settled.outcome.failure
             raise BaselineError(
-                f"{self._startup.pipeline.name} doesn't run on {self.plan.card}: "
+                f"{self._settled.outcome.host.name} doesn't run on {self.plan.card}: "
                 f"{failure.detail if failure else ''}",
                 hint="offload more components, keep fewer layers resident, or serve smaller shapes",
             )

@@ -18,6 +18,7 @@ def test_a_pipeline_of_ones_own_is_settled_and_serves():
     assert "served (1, 3, 64, 64) on simgpu:0" in told
 
 
+@pytest.mark.long
 @pytest.mark.scale
 def test_the_two_cards_decide_the_opposite_through_the_library():
     told = run("two_cards.py").splitlines()

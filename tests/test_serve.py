@@ -1,5 +1,6 @@
 """The example server, started as a process and called over HTTP."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,13 +11,23 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from residency.offload.cards import find_card
+from residency.offload.simulated.card import SimulatedCard
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.shape import Shape
+from residency.planner import Settlement, settle
 from residency.planner.journal.journal import Journal, read_records
 from residency.planner.journal.record import Kind
+from residency.planner.serving.metrics import CONTENT_TYPE
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "serve.py"
 INSIDE = "64x64:tokens=16,steps=2"
@@ -109,7 +120,8 @@ def counted(server: Running, name: str) -> float:
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-def test_it_is_not_ready_before_it_is_settled_and_serves_a_hundred_at_once(start):
+@pytest.mark.parametrize("many", [12, pytest.param(100, marks=pytest.mark.long)])
+def test_it_is_not_ready_before_it_is_settled_and_serves_many_at_once(start, many):
     server = start()
     server.wait(lambda: server.ask("/health") is not None)
     early = server.ask("/health")
@@ -120,12 +132,12 @@ def test_it_is_not_ready_before_it_is_settled_and_serves_a_hundred_at_once(start
 
     first = server.generate(INSIDE)
     assert (first.status, first.kind) == (200, "image/png")
-    with ThreadPoolExecutor(100) as pool:
-        answers = [*pool.map(lambda n: server.generate(INSIDE, n % 4), range(100))]
+    with ThreadPoolExecutor(many) as pool:
+        answers = [*pool.map(lambda n: server.generate(INSIDE, n % 4), range(many))]
     assert {answer.status for answer in answers} == {200}
     assert len({answer.body for answer in answers}) == 4, "an image for each seed"
     assert answers[0].body == first.body
-    assert counted(server, 'residency_requests_total{outcome="planned"}') == 101
+    assert counted(server, 'residency_requests_total{outcome="planned"}') == many + 1
 
     refused = server.generate(OUTSIDE)
     assert refused.status == 422
@@ -141,6 +153,7 @@ def test_it_is_not_ready_before_it_is_settled_and_serves_a_hundred_at_once(start
     assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_killed_while_it_settles_it_boots_and_does_not_try_the_same_again(start, tmp_path):
     journal = tmp_path / "journal"
 
@@ -170,3 +183,36 @@ def test_terminated_while_it_settles_it_puts_back_and_ends(start, tmp_path):
     server = start()
     server.wait(lambda: server.ask("/health") is not None)
     assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+
+
+def test_two_settlements_in_one_process_count_each_for_itself(monkeypatch):
+    program = importlib.util.spec_from_file_location("serve", PROGRAM)
+    serve = importlib.util.module_from_spec(program)
+    monkeypatch.setitem(sys.modules, "serve", serve)  # where dataclasses look up its names
+    program.loader.exec_module(serve)
+    family = find_family("qwen-image", tiny=True)
+
+    def metrics_of(settlement: Settlement):
+        """As a GET /metrics finds it."""
+        app = serve.make_app(serve.Server("", "", [], None, settlement=settlement, doing="ready"))
+        (route,) = (each for each in app.routes if getattr(each, "path", "") == "/metrics")
+        return route.endpoint()
+
+    with SimulatedCard(find_card("RTX 4090")) as card, ExitStack() as stack:
+        pages = []
+        for requests in (1, 2):
+            pipeline = DiffusersPipeline(family.build(), name=family.name, request=family.request)
+            settlement = settle(pipeline, device=card, envelope=[INSIDE])
+            stack.callback(settlement.close)
+            for _ in range(requests):
+                settlement.serve(INSIDE, partial(pipeline.run, Shape.parse(INSIDE)))
+            pages.append(metrics_of(settlement))
+    for page, requests in zip(pages, (1, 2), strict=True):
+        assert page.headers["content-type"] == CONTENT_TYPE
+        read = {
+            (each.name, *each.labels.values()): each.value
+            for found in text_string_to_metric_families(page.body.decode())
+            for each in found.samples
+        }
+        assert read["residency_request_seconds_count", "planned"] == requests
+        assert read["residency_requests_total", "planned"] == requests

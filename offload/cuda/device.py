@@ -6,24 +6,30 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from ..device import Device, Identity, Mark, Reading, Stream, Traits, Transfers
+from ..device import (
+    GIB,
+    Device,
+    Identity,
+    Inspection,
+    Mark,
+    Reading,
+    Stream,
+    Term,
+    Traits,
+    Transfers,
+)
 from ..errors import DeviceError, HostMemoryError, InputError
-from ..inspection import Inspection, Term
-from ..oom import OomKind, classify
-from .figures import Facts, Figures, NvmlFacts, Pool, Sample
+from ..memory_errors import OomKind, classify
 from .nvml import Nvml
 from .reconcile import reconcile, traits_of
-from .runtime import Runtime
 from .split import split
-from .system import Ram, System
-
-GIB = 1 << 30
+from .system import Facts, Figures, NvmlFacts, Pool, Ram, Sample, System
 
 _TRIES = 3
 """How often a reading is taken while the allocator moves under it."""
@@ -259,3 +265,38 @@ def _visible() -> str:
     if shown is None:
         return "nvidia-smi -L lists what the driver sees"
     return f"CUDA_VISIBLE_DEVICES is {shown!r}; nvidia-smi -L lists what the driver sees"
+
+
+class Runtime(Protocol):
+    """`torch.cuda` has this shape. Devices are given as indices of what this process sees."""
+
+    def is_available(self) -> bool: ...
+
+    def device_count(self) -> int: ...
+
+    def get_device_properties(self, device: int) -> Any:
+        """`name`, `uuid`, `total_memory`, `is_integrated`, `major`, `minor`."""
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        """Free and total bytes, by the driver."""
+
+    def memory_stats(self, device: int) -> dict[str, Any]: ...
+
+    def host_memory_stats(self) -> dict[str, Any]: ...
+
+    def get_allocator_backend(self) -> str: ...
+
+    def reset_peak_memory_stats(self, device: int) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def synchronize(self, device: int) -> None: ...
+
+    def current_stream(self, device: int) -> torch.Stream: ...
+
+    def Stream(self, device: int) -> torch.Stream: ...
+
+    def Event(self, enable_timing: bool) -> torch.Event: ...
+
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Work issued inside goes to `stream`."""

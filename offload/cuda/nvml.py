@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from ..inspection import Term
-from .figures import GpuProcess, NvmlFacts, NvmlMemory, Sample
+from ..device import Term
+from .system import GpuProcess, NvmlFacts, NvmlMemory, Sample
 
 _NOT_AVAILABLE = (1 << 64) - 1
 """NVML_VALUE_NOT_AVAILABLE: a process's memory that isn't told."""

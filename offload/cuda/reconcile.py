@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..device import Identity, Reading, Traits
-from ..inspection import Finding, FindingKind, Inspection, Term
-from .capacity import GIB, TOLERANCE
-from .figures import Facts, Figures, GpuProcess
-from .split import MIB, Split, split
+from ..device import (
+    GIB,
+    MIB,
+    Finding,
+    FindingKind,
+    Identity,
+    Inspection,
+    Reading,
+    Term,
+    Traits,
+)
+from .split import TOLERANCE, Split, split
+from .system import Facts, Figures, GpuProcess
 
 UNDO_SLACK_BYTES = 64 * MIB
 """cuBLAS and its like keep workspaces that they made meanwhile."""

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError, VirtualDataError
-from . import attention
+from ..simulated import attention
 from .dispatch import SPECIAL, dispatch, is_defined
-from .slot import card_in_slot
-from .storage import DEVICE_TYPE, on_card
+from .storage import DEVICE_TYPE, card_in_slot, on_card
 
 _aten = torch.ops.aten
 

@@ -249,3 +249,29 @@ class Allocator(ABC):
         ):
             if booked != counted:
                 raise DeviceIntegrityError(f"{booked} {name} are booked, {counted} are there")
+
+
+class ExactAllocator(Allocator):
+    """No rounding and no cache: what is reserved is what live and pending blocks asked for."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self._blocks: set[Block] = set()
+
+    def _take(self, nbytes: int, stream: int, *, reuse: bool) -> Block | None:
+        if not self._reserve(nbytes):
+            return None
+        block = Block(nbytes, stream, State.LIVE)
+        self._blocks.add(block)
+        return block
+
+    def _recycle(self, block: Block) -> None:
+        block.state = State.FREE
+        self._blocks.remove(block)
+        self.reserved_bytes -= block.size_bytes
+
+    def _release(self) -> None:
+        pass
+
+    def _check(self) -> None:
+        self._check_books(self._blocks, sum(block.size_bytes for block in self._blocks))

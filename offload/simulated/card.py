@@ -1,37 +1,39 @@
-"""A simulated card: the device interface over the backend and a model of the allocator."""
+"""A simulated card: the device interface over the backend and a model of the allocator, and the
+faults that can be injected."""
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ..cards import Card
-from ..device import Device, Identity, Reading, Traits, Transfers
+from ..device import GIB, MIB, Device, Identity, Reading, Traits, Transfers
 from ..errors import DeviceBusyError, DeviceIntegrityError, InputError
-from ..oom import Shortfall
-from ..pinning import pinned_charge_bytes
+from ..host_memory import pinned_charge_bytes
+from ..memory_errors import Shortfall
 from .allocator import Allocator, AllocatorFull, CachingAllocator
 from .backend import register
-from .clock import Clock, Timeline
+from .base import ExactAllocator
 from .dispatch import is_defined
-from .exact import ExactAllocator
-from .faults import Faults
-from .hostwatch import HostWatch
-from .ordering import Ordering
-from .slot import card_in_slot, put_in
-from .storage import DEVICE_TYPE, live_buffers, live_bytes
-from .streams import Charge, SimulatedEvent, SimulatedStream, Streams
-from .virtual import is_virtual, mark_virtual
-
-MIB = 1 << 20
-GIB = 1 << 30
+from .storage import (
+    DEVICE_TYPE,
+    card_in_slot,
+    is_virtual,
+    live_buffers,
+    live_bytes,
+    mark_virtual,
+    put_in,
+)
+from .streams import Charge, HostWatch, Ordering, SimulatedEvent, SimulatedStream, Streams
+from .work import Clock, Timeline
 
 CONTEXT_BYTES = 376 * MIB
 """The CUDA context's share in the motivating case: steady memory less weights (FINDINGS, F)."""
@@ -331,3 +333,79 @@ def _size(nbytes: int) -> str:
     if nbytes > MIB:
         return f"{nbytes / MIB:.2f} MiB"
     return f"{nbytes / 1024:.2f} KiB" if nbytes > 1024 else f"{nbytes} bytes"
+
+
+Fault = Callable[[], BaseException | None]
+"""What to raise; None where something else happens and the work goes on."""
+
+
+class InjectedError(RuntimeError):
+    """Stands for any error that a driver may raise in the middle of a copy."""
+
+
+def out_of_memory() -> BaseException:
+    return torch.OutOfMemoryError("simgpu out of memory (injected)")
+
+
+def driver_error() -> BaseException:
+    return InjectedError("the copy failed (injected)")
+
+
+def neighbour_grows(card: Neighboured, nbytes: int) -> Fault:
+    """Another process takes so much more of the card."""
+
+    def grow() -> None:
+        card.others_bytes += nbytes
+
+    return grow
+
+
+def hang(seconds: float) -> Fault:
+    """The host is held up for so long, by the wall clock."""
+    return lambda: time.sleep(seconds)
+
+
+class Neighboured(Protocol):
+    """A card with other processes on it."""
+
+    others_bytes: int
+
+
+@dataclass(slots=True)
+class Faults:
+    """Counts allocations and copies, and lets the n-th after `at_…` was called go wrong. Each
+    once."""
+
+    allocations: int = 0
+    copies: int = 0
+    _allocation_faults: dict[int, Fault] = field(default_factory=dict)
+    _copy_faults: dict[int, Fault] = field(default_factory=dict)
+
+    def at_allocation(self, n: int, fault: Fault = out_of_memory) -> None:
+        """At the n-th allocation from now; the next one is 1."""
+        self._allocation_faults[self.allocations + n] = fault
+
+    def at_copy(self, n: int, fault: Fault = driver_error) -> None:
+        """At the n-th copy between host and device from now; the next one is 1."""
+        self._copy_faults[self.copies + n] = fault
+
+    def clear(self) -> None:
+        self._allocation_faults.clear()
+        self._copy_faults.clear()
+
+    def allocation(self) -> None:
+        self.allocations += 1
+        _happen(self._allocation_faults.pop(self.allocations, None))
+
+    def copy(self) -> None:
+        self.copies += 1
+        _happen(self._copy_faults.pop(self.copies, None))
+
+
+def _happen(fault: Fault | None) -> None:
+    error = None if fault is None else fault()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # it has this frame, which would have it

@@ -8,24 +8,25 @@ from typing import Any
 import torch
 
 from ..errors import VirtualDataError
-from . import attention
-from .geometry import Geometry, Traits, geometry, map_nested, traits_of
-from .slot import card, watch
+from ..simulated import attention
 from .storage import (
     DEVICE_TYPE,
     alias,
     as_dtype,
     as_strided,
     buffer_of,
+    card,
     contiguous_strides,
+    is_virtual,
+    mark_virtual,
     new_storage,
     on_card,
     over_storage,
     pointer,
     span,
+    watch,
 )
-from .virtual import is_virtual, mark_virtual
-from .work import tensors_in
+from .work import Geometry, Traits, geometry, map_nested, tensors_in, traits_of
 
 _aten = torch.ops.aten
 

@@ -2,6 +2,9 @@
 
 A DLPack capsule of the extension device type wraps host bytes into a plain `torch.Tensor` on
 `simgpu:0` with a storage of its own. Kernels work on a CPU alias of the same bytes.
+
+Virtual data has a shape and a storage, and no values: its address space is reserved and never
+touched, so a pipeline of 54 GiB costs next to nothing. There is one slot for a card in a process.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.dlpack import from_dlpack
+
+from ..errors import DeviceError
 
 DEVICE_TYPE = "simgpu"
 
@@ -192,3 +197,81 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
             return 0
         reach += (extent - 1) * step
     return reach
+
+
+# data pointer -> the finalizer of the storage that stands there; address space is reused, and a
+# finalizer forgets its own storage only
+_marks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
+
+
+def mark_virtual(tensor: torch.Tensor) -> None:
+    """Declare that the host storage under `tensor` holds no values."""
+    storage = tensor.untyped_storage()
+    pointer = storage.data_ptr()
+    if pointer == 0 or pointer in _marks:
+        return
+    _marks[pointer] = weakref.finalize(storage, _marks.pop, pointer, None)
+    _marks[pointer].atexit = False
+
+
+def is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether the host storage under `tensor` was declared to hold no values."""
+    return tensor.untyped_storage().data_ptr() in _marks
+
+
+class Watch(Protocol):
+    """Who is told of every operation that a card has run."""
+
+    def ran(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None: ...
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None: ...
+
+
+class Memory(Protocol):
+    """What the backend asks of the card in the slot."""
+
+    virtual_above: int | None
+    """Float tensors of more elements than this aren't computed. None computes all."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """None where nobody wants to know what ran."""
+
+    def allocate(self, nbytes: int) -> Callable[[], None]:
+        """Charge `nbytes`; the result gives them back. Raises torch.OutOfMemoryError."""
+
+    def cross_bus(self, h2d_bytes: int, d2h_bytes: int) -> None:
+        """Count a copy that is about to run."""
+
+    def module(self) -> dict[str, Any]:
+        """Functions that `torch.simgpu` has while this card is in the slot."""
+
+
+_card: Memory | None = None
+_watch: Watch | None = None
+
+
+def put_in(card: Memory | None) -> None:
+    """Put `card` into the slot, or empty it with None."""
+    global _card, _watch
+    _card = card
+    _watch = None if card is None else card.watch
+
+
+def card_in_slot() -> Memory | None:
+    return _card
+
+
+def watch() -> Watch | None:
+    """Who watches the card in the slot."""
+    return _watch
+
+
+def card() -> Memory:
+    """The card that charges what runs now. Raises DeviceError if the slot is empty."""
+    if _card is None:
+        raise DeviceError(
+            f"an operation ran on {DEVICE_TYPE}:0 and no card is in it",
+            hint="keep tensors of a simulated card inside its `with` block",
+        )
+    return _card

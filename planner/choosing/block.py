@@ -13,18 +13,81 @@ mode's binary, n for a class's layers:
     window     >= b (largest - size[0] few)
                >= size[k] (streamed - b full[k + 1] - (layers - b) (m - few)) for each k
 
-Seconds are linear in the columns of one mode, so they need no products.
-"""
+Seconds are linear in the columns of one mode, so they need no products."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
+import highspy
 import numpy as np
 import numpy.typing as npt
 
-from .columns import Columns, Terms, Unit, added, times
-from .part import Mode, Part, PartChoice, Place
+from .model import Mode, Part, PartChoice, Place
+
+Terms = dict[int, float]
+"""A linear expression: factors by column."""
+
+INFINITY = highspy.kHighsInf
+
+
+class Unit:
+    """A measure in which amounts are exact floats, the largest of them about a thousand."""
+
+    def __init__(self, amounts: Iterable[int]) -> None:
+        found = [abs(amount) for amount in amounts if amount]
+        self.step = math.gcd(*found) if found else 1
+        """What all amounts are multiples of."""
+        bits = (max(found, default=1) // self.step).bit_length()
+        self.size = self.step << max(bits - 10, 0)
+
+    @property
+    def half_step(self) -> float:
+        return self.step / (2 * self.size)
+
+    def of(self, amount: int) -> float:
+        return amount / self.size
+
+    def limit(self, amount: int, *, slack: float = 0.0) -> float:
+        """Between the largest sum that `amount` admits and the next, or more by `slack` of it."""
+        least = (amount // self.step * self.step) / self.size
+        return least + max(self.half_step, slack * abs(least))
+
+
+class Columns:
+    """Columns and rows, as HiGHS takes them."""
+
+    def __init__(self) -> None:
+        self.upper: list[float] = []
+        self.lower: list[float] = []
+        self.integer: list[bool] = []
+        self.rows: list[tuple[Terms, float, float]] = []
+
+    def add(self, upper: float, *, lower: float = 0.0, integer: bool = False) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.upper) - 1
+
+    def row(self, terms: Terms, *, lower: float = -INFINITY, upper: float = INFINITY) -> None:
+        self.rows.append((terms, lower, upper))
+
+    def most(self, column: int, times: float, other: int) -> None:
+        """column <= times * other."""
+        self.row({column: 1.0, other: -times}, upper=0.0)
+
+
+def added(*expressions: Terms) -> Terms:
+    total: Terms = {}
+    for terms in expressions:
+        for column, factor in terms.items():
+            total[column] = total.get(column, 0.0) + factor
+    return total
+
+
+def times(factor: float, terms: Terms) -> Terms:
+    return {column: factor * each for column, each in terms.items()}
 
 
 class Block:
@@ -37,8 +100,8 @@ class Block:
         self.columns = columns
         self.active = columns.add(1, integer=True)
         useful = [
-            layers.count if any(layers.runs) or pinned else 0
-            for layers, pinned in zip(part.classes, _pinned(part), strict=True)
+            layers.count if any(layers.runs) or fixed else 0
+            for layers, fixed in zip(part.classes, _fixed(part), strict=True)
         ]
         self.retains = [columns.add(1, integer=True) for _ in part.uses]
         self.resident = [[columns.add(n, integer=True) for n in useful] for _ in part.uses]
@@ -47,28 +110,28 @@ class Block:
         self._arriving: dict[tuple[int, bool], list[int]] = {}
         self._windows: dict[tuple[int, bool], Terms] = {}
         for use, span in enumerate(part.uses):
-            self._relate(use, span.most_passes > 1)
+            self._relate(use, part.holds(span.most_passes))
 
     def _relate(self, use: int, several: bool) -> None:
-        columns, pins = self.columns, self.part.pins
+        columns, fixed = self.columns, self.part.fixed
         retains = self.retains[use]
         columns.most(retains, 1, self.active)
-        if pins.retains is not None:
-            columns.row({retains: 1.0, self.active: -float(pins.retains)}, lower=0, upper=0)
+        if fixed.retains is not None:
+            columns.row({retains: 1.0, self.active: -float(fixed.retains)}, lower=0, upper=0)
         holds = self.active if several else retains
         for c, layers in enumerate(self.part.classes):
             resident, retained = self.resident[use][c], self.retained[use][c]
             columns.most(resident, layers.count, holds)
             columns.most(retained, layers.count, retains)
             columns.most(retained, 1, resident)
-            if pins.resident is not None:
-                columns.row({resident: 1.0, holds: -float(pins.resident[c])}, lower=0, upper=0)
-            if pins.retained is not None:
-                columns.row({retained: 1.0, retains: -float(pins.retained[c])}, lower=0, upper=0)
+            if fixed.resident is not None:
+                columns.row({resident: 1.0, holds: -float(fixed.resident[c])}, lower=0, upper=0)
+            if fixed.retained is not None:
+                columns.row({retained: 1.0, retains: -float(fixed.retained[c])}, lower=0, upper=0)
 
     def held(self, use: int, several: bool) -> list[int]:
         """Layers held in the use, in a place where it has several passes or one."""
-        if several or self.part.uses[use].most_passes == 1:
+        if several or not self.part.holds(self.part.uses[use].most_passes):
             return self.resident[use]
         if (use, several) not in self._held:
             self._held[use, several] = [
@@ -149,7 +212,7 @@ class Block:
         part = self.part
         for use, span in enumerate(part.uses):
             if place in span.places:
-                several = span.passes[span.places.index(place)] > 1
+                several = part.holds(span.passes[span.places.index(place)])
                 return added(
                     {self.active: self.unit.of(part.non_layer_bytes)},
                     self._layer_bytes(self.arriving(use, several)),
@@ -189,12 +252,13 @@ class Block:
                 self.retains[use - 1]: -float(self.part.non_layer_copy_bytes),
             }
             passes = span.valued_passes
-            held = self.held(use, passes > 1)
+            several = self.part.holds(passes)
+            held = self.held(use, several)
             for c, layers in enumerate(self.part.classes):
                 if layers.runs[use]:
                     copies = {self.active: float(layers.count * passes), held[c]: 1.0 - passes}
                 else:
-                    copies = {self.arriving(use, passes > 1)[c]: 1.0}
+                    copies = {self.arriving(use, several)[c]: 1.0}
                 copies = added(copies, {self.retained[use - 1][c]: -1.0})
                 copied = added(copied, times(layers.copy_bytes, copies))
             total = added(total, times(seconds_per_byte(self.part, self.mode, use), copied))
@@ -238,7 +302,7 @@ def modes(part: Part, *, refuted: bool = False) -> list[Mode]:
     """
     found: list[Mode] = []
     for mode in _in_order(part):
-        is_open = part.pins.mode in (None, mode)
+        is_open = part.fixed.mode in (None, mode)
         better = (other for other in found if _covers(part, other, mode))
         if is_open and not any(not refuted or o.prefetch <= mode.prefetch for o in better):
             found.append(mode)
@@ -269,6 +333,6 @@ def _costs(part: Part, mode: Mode) -> tuple[float, ...]:
     return (mode.prefetch if streams else 0), mode.host_bytes, sum(seconds), *seconds
 
 
-def _pinned(part: Part) -> list[bool]:
-    pins = [each for each in (part.pins.resident, part.pins.retained) if each is not None]
-    return [any(counts[c] for counts in pins) for c in range(len(part.classes))]
+def _fixed(part: Part) -> list[bool]:
+    fixed = [each for each in (part.fixed.resident, part.fixed.retained) if each is not None]
+    return [any(counts[c] for counts in fixed) for c in range(len(part.classes))]

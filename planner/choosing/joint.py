@@ -1,8 +1,8 @@
 """All ranks as one instance: what is chosen for it is one candidate, and each rank's share of it.
 
     parts      ranks whose component is alike share a part, and so a choice for it; where layers,
-               uses, modes or pins differ, as between the stages of a pipeline or with uneven
-               shards, each kind is a part of its own, since counts of other layers say nothing
+               uses, modes or what is fixed differ, as between the stages of a pipeline or with
+               uneven shards, each kind is a part of its own: counts of other layers say nothing
     places     ranks that have the same parts in the same places share these, with the least room;
                others have places of their own, in which only their parts take bytes
     refuted    what one rank has refuted is, whatever there is on ranks with other parts
@@ -23,8 +23,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ...offload.errors import DeviceError
-from .instance import Choice, Instance, Room
-from .part import Mode, Part, PartChoice
+from .model import Choice, Instance, Mode, Part, PartChoice, Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +176,10 @@ def _part(having: Sequence[tuple[Part, int | None]]) -> Part:
         replace(mode, seconds_per_byte=max(part.modes[m].seconds_per_byte for part in parts))
         for m, mode in enumerate(first.modes)
     )
-    pins = first.pins
-    if pins.mode in first.modes:
-        pins = replace(pins, mode=modes[first.modes.index(pins.mode)])
-    return replace(first, uses=uses, modes=modes, pins=pins)
+    fixed = first.fixed
+    if fixed.mode in first.modes:
+        fixed = replace(fixed, mode=modes[first.modes.index(fixed.mode)])
+    return replace(first, uses=uses, modes=modes, fixed=fixed)
 
 
 def _kind(part: Part) -> Hashable:
@@ -191,9 +190,10 @@ def _kind(part: Part) -> Hashable:
         part.non_layer_copy_bytes,
         part.classes,
         tuple((use.phase, use.valued_passes, use.most_passes > 1) for use in part.uses),
+        part.holds_always,
         tuple(map(_mode, part.modes)),
-        replace(part.pins, mode=None),
-        None if part.pins.mode is None else _mode(part.pins.mode),
+        replace(part.fixed, mode=None),
+        None if part.fixed.mode is None else _mode(part.fixed.mode),
     )
 
 

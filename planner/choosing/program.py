@@ -5,7 +5,8 @@ places     what the parts take, and what is pinned where the card is charged for
            places with the same sum keep the least room
 host       what the modes pin <= budget
 refuted    something is below what was refuted: below[entry] for a count
-"""
+
+Ties are broken in the end by a fixed order: `Order`."""
 
 from __future__ import annotations
 
@@ -18,11 +19,49 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
-from .block import Block, mode_rank, modes
-from .columns import Columns, Terms, Unit, added, times
-from .instance import Choice, Instance
-from .order import MODE_WEIGHT, Order
-from .part import PartChoice, Place
+from .block import Block, Columns, Terms, Unit, added, mode_rank, modes, times
+from .model import Choice, Instance, Part, PartChoice, Place, copy_seconds, nothing_retained
+
+SHARE = 1e-4
+"""Of the seconds of a request's copies with everything streamed: the most that the order weighs."""
+MODE_WEIGHT = 101
+PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+"""Weights of counts by their position, so that sums are rarely the same."""
+
+
+class Order:
+    """A penalty in seconds for each layer that is held or retained, each use that retains, and each
+    step down in the order of a component's modes."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.streamed_s = sum(map(streamed_seconds, instance.parts)) or 1.0
+        most = sum(
+            sum(weight * most for weight, most in zip(weights, _most(part), strict=True))
+            + MODE_WEIGHT * len(part.modes)
+            for part, weights in zip(instance.parts, self.weights(), strict=True)
+        )
+        self.unit_s = SHARE * self.streamed_s / max(most, 1)
+
+    def weights(self) -> Iterator[tuple[int, ...]]:
+        """For each part, of its counts in the order of `counts`."""
+        at = 0
+        for part in self.instance.parts:
+            size = len(_most(part))
+            yield tuple(PRIMES[i % len(PRIMES)] for i in range(at, at + size))
+            at += size
+
+
+def streamed_seconds(part: Part) -> float:
+    """Of a request's copies, in the slowest mode."""
+    return max(copy_seconds(part, nothing_retained(part, mode)) for mode in part.modes)
+
+
+def _most(part: Part) -> list[int]:
+    layers = [each.count for each in part.classes]
+    uses = len(part.uses)
+    return [1] * uses + layers * (2 * uses)
+
 
 TOLERANCE = 1e-9
 """Of HiGHS, for columns and rows whose numbers are about a thousand."""

@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .instance import Choice, Instance
-from .part import Part, Pins, Place, nothing_retained
+from .model import Choice, Fixed, Instance, Part, Place, nothing_retained
 from .program import FINE, Program
 
 
 class Lack(StrEnum):
-    PINS = "pins"
+    FIXED = "fixed"
     """What the user fixed contradicts itself."""
     HOST = "host"
     """Masters that have to be pinned don't fit in the host budget."""
@@ -34,14 +33,14 @@ class Unfit:
     shape: str | None = None
     component: str | None = None
     streamed: bool = True
-    """Whether the choice that comes closest streams everything that isn't pinned."""
-    pinned: bool = False
+    """Whether the choice that comes closest streams everything that isn't fixed."""
+    fixed: bool = False
     """Whether the user fixed something."""
 
     def __str__(self) -> str:
         match self.lack:
-            case Lack.PINS:
-                return f"what is fixed for {self.component} can't be: {_PINS_HINT}"
+            case Lack.FIXED:
+                return f"what is fixed for {self.component} can't be: {_FIXED_HINT}"
             case Lack.HOST:
                 return (
                     f"the host budget is short by {self.short_bytes} bytes for the masters that "
@@ -51,32 +50,34 @@ class Unfit:
                 return "everything that fits was refuted"
             case Lack.ROOM:
                 even = "even with everything streamed" if self.streamed else "whatever is held"
-                if self.pinned and self.streamed:
+                if self.fixed and self.streamed:
                     even += " that isn't fixed"
                 return f"{self.phase} at {self.shape} is short by {self.short_bytes} bytes, {even}"
 
 
-_PINS_HINT = "more layers than there are, more retained than resident, or a mode that isn't offered"
+_FIXED_HINT = (
+    "more layers than there are, more retained than resident, or a mode that isn't offered"
+)
 
 
 def unfit(instance: Instance) -> Unfit | None:
-    """What can be told without a search: pins that contradict themselves, and the host budget."""
+    """What can be told without a search: a contradiction in what is fixed, the host budget."""
     for part in instance.parts:
-        if not _can_keep_pins(part):
-            return Unfit(Lack.PINS, component=part.component, pinned=True)
+        if not _can_keep_fixed(part):
+            return Unfit(Lack.FIXED, component=part.component, fixed=True)
     if instance.host_budget_bytes is not None:
         least = sum(
-            min(mode.host_bytes for mode in part.modes if part.pins.mode in (None, mode))
+            min(mode.host_bytes for mode in part.modes if part.fixed.mode in (None, mode))
             for part in instance.parts
         )
         if least > instance.host_budget_bytes:
-            return Unfit(Lack.HOST, least - instance.host_budget_bytes, pinned=_pins(instance))
+            return Unfit(Lack.HOST, least - instance.host_budget_bytes, fixed=_is_fixed(instance))
     return None
 
 
 def closest(instance: Instance) -> Choice:
     """The choice that lacks the least in the place where it lacks most, whatever was refuted; of
-    those, one that holds little. The pins and the host budget have to be possible."""
+    those, one that holds little. What is fixed and the host budget have to be possible."""
     program = Program(instance, elastic=True)
     near = program.bytes.of(1) / 2
     answer = program.minimise(program.shortage, within=near, deadline=math.inf)
@@ -88,10 +89,10 @@ def closest(instance: Instance) -> Choice:
 
 
 def short(instance: Instance, closest: Choice) -> Unfit:
-    """The certificate for an instance that no choice fits, though its pins and host budget do."""
+    """The certificate for an instance that no choice fits, though what is fixed and the host do."""
     short_bytes, place = _worst(instance, closest)
     if short_bytes <= 0:
-        return Unfit(Lack.REFUTED, pinned=_pins(instance))
+        return Unfit(Lack.REFUTED, fixed=_is_fixed(instance))
     return Unfit(
         Lack.ROOM,
         short_bytes,
@@ -102,7 +103,7 @@ def short(instance: Instance, closest: Choice) -> Unfit:
             chosen == nothing_retained(part, chosen.mode)
             for part, chosen in zip(instance.parts, closest, strict=True)
         ),
-        pinned=_pins(instance),
+        fixed=_is_fixed(instance),
     )
 
 
@@ -117,21 +118,21 @@ def _worst(instance: Instance, choice: Choice) -> tuple[int, Place]:
     )
 
 
-def _pins(instance: Instance) -> bool:
-    return any(part.pins != Pins() for part in instance.parts)
+def _is_fixed(instance: Instance) -> bool:
+    return any(part.fixed != Fixed() for part in instance.parts)
 
 
-def _can_keep_pins(part: Part) -> bool:
-    pins = part.pins
-    if pins.mode is not None and pins.mode not in part.modes:
+def _can_keep_fixed(part: Part) -> bool:
+    fixed = part.fixed
+    if fixed.mode is not None and fixed.mode not in part.modes:
         return False
     counts = [layers.count for layers in part.classes]
-    for fixed in (pins.resident, pins.retained):
-        if fixed is not None and (
-            len(fixed) != len(counts)
-            or any(not 0 <= n <= most for n, most in zip(fixed, counts, strict=True))
+    for each in (fixed.resident, fixed.retained):
+        if each is not None and (
+            len(each) != len(counts)
+            or any(not 0 <= n <= most for n, most in zip(each, counts, strict=True))
         ):
             return False
-    if pins.retains and pins.resident is not None and pins.retained is not None:
-        return all(kept <= held for kept, held in zip(pins.retained, pins.resident, strict=True))
+    if fixed.retains and fixed.resident is not None and fixed.retained is not None:
+        return all(kept <= held for kept, held in zip(fixed.retained, fixed.resident, strict=True))
     return True

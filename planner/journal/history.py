@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..plan import Verdict
-from .record import CandidateRecord, JournalRecord, Kind
+from ...phases.schedule import Schedule
+from ..verdict import Verdict
+from .record import JournalRecord, Kind
 
 
 class State(Enum):
@@ -31,7 +32,7 @@ class Attempt:
     records: list[JournalRecord]
 
     @property
-    def candidate(self) -> CandidateRecord:
+    def candidate(self) -> Schedule:
         found = self.records[0].candidate
         assert found is not None
         return found
@@ -64,10 +65,10 @@ class History:
     """What is known under one fingerprint. A candidate is in one place at most: where the last
     attempt left it that came to anything."""
 
-    crashed: tuple[CandidateRecord, ...] = ()
+    crashed: tuple[Schedule, ...] = ()
     """Never to be tried again: the process ended with them applied, or about to be."""
-    refuted: tuple[CandidateRecord, ...] = ()
-    committed: CandidateRecord | None = None
+    refuted: tuple[Schedule, ...] = ()
+    committed: Schedule | None = None
     """The last one that was committed and not taken back, refuted or crashed with since."""
 
     @classmethod

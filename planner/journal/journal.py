@@ -19,12 +19,12 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from ...offload.errors import JournalError
-from ..plan import Verdict
-from ..planfile.fingerprint import Fingerprint
+from ...phases.schedule import Schedule
+from ..fingerprint import Fingerprint
+from ..verdict import Judgement, Verdict
 from .file import replace_file, sync_folder, write_all
 from .history import Attempt, History, State, attempts, telling
-from .process import ProcessRecord
-from .record import FORMAT_VERSION, CandidateRecord, JournalRecord, Kind
+from .record import FORMAT_VERSION, JournalRecord, Kind, ProcessRecord
 
 MAX_BYTES = 4 << 20
 LOCK_TIMEOUT_S = 10.0
@@ -213,12 +213,12 @@ class Run:
     history: History
     """What was known when the run began."""
     name: str = field(default_factory=lambda: token_hex(6))
-    _candidates: dict[int, CandidateRecord] = field(default_factory=dict)
+    _candidates: dict[int, Schedule] = field(default_factory=dict)
 
     def begin(self) -> None:
         self._write(Kind.BEGIN, None)
 
-    def intent(self, attempt: int, candidate: CandidateRecord) -> None:
+    def intent(self, attempt: int, candidate: Schedule) -> None:
         """`attempt` counts the candidates of the run, from 1; the other methods name it again."""
         assert attempt not in self._candidates, f"attempt {attempt} is announced twice"
         self._candidates[attempt] = candidate
@@ -268,3 +268,53 @@ class Run:
                 time=datetime.now(UTC),
             )
         )
+
+
+class Log:
+    """This one forgets. Each call returns when what it says is safe, or raises what kept it from
+    being so; then the step that it announces isn't taken."""
+
+    def intent(self, candidate: Schedule) -> None: ...
+
+    def applied(self) -> None: ...
+
+    def verdict(self, judgement: Judgement) -> None: ...
+
+    def rolled_back(self) -> None: ...
+
+    def committed(self) -> None: ...
+
+
+class JournalLog(Log):
+    """Of one run. Raises JournalError; what it was to announce must not be done then."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._attempt = 0
+        self.is_committed = False
+
+    def intent(self, candidate: Schedule) -> None:
+        self._attempt += 1
+        self.run.intent(self._attempt, candidate)
+
+    def applied(self) -> None:
+        self.run.applied(self._attempt)
+
+    def verdict(self, judgement: Judgement) -> None:
+        # What a neighbour caused, or another rank refused, isn't held against the candidate.
+        if judgement.neighbour_bytes == 0 and judgement.rank is None:
+            self.run.verdict(self._attempt, judgement.verdict, judgement.detail)
+
+    def rolled_back(self) -> None:
+        self.run.rolled_back(self._attempt)
+        self.is_committed = False
+
+    def committed(self) -> None:
+        self.run.committed(self._attempt)
+        self.is_committed = True
+
+    def taken_back(self, verdict: Verdict, detail: str) -> None:
+        """What was committed is given up: the next start searches."""
+        if self.is_committed:
+            self.run.rolled_back(self._attempt, verdict, detail)
+            self.is_committed = False

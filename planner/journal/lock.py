@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 from pydantic import AwareDatetime, ValidationError
 
 from ...offload.errors import LockedError
-from ..value import Value
+from ...phases.schedule import Value
 from .file import replace_file
-from .process import ProcessRecord
+from .record import ProcessRecord
 
 
 class Holder(Value):

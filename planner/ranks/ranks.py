@@ -15,28 +15,83 @@ in which the store itself is lost, with rank 0 or the launcher: a rank that saw 
 before goes on, the others raise. So a step after a commit shows whether all have seen it.
 
 As everything between ranks of torch.distributed, what is exchanged is pickled and not
-authenticated: the ranks have to trust one another and their network.
-"""
+authenticated: the ranks have to trust one another and their network."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...offload.errors import InputError, RankError, ResidencyError
 from .agreement import Agreement
-from .line import Line, LineError
 from .pulse import FAILED, Pulse
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+
 T = TypeVar("T")
+
+
+class LineError(Exception):
+    """The store can't be reached, or doesn't answer."""
+
+
+class Line:
+    """A store and a thread that makes all calls on it.
+
+    A TCPStore waits for its host without a limit where that is stopped or cut off, whatever its
+    own time-out. Here the caller goes on after `patience_s`; the thread stays behind.
+    """
+
+    def __init__(self, connect: Callable[[], Store], patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._fault: LineError | None = None
+        self._calls: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(
+            target=_serve, args=(connect, self._calls), name="residency line", daemon=True
+        ).start()
+
+    def call(self, what: Callable[[Store], T], *, patience_s: float | None = None) -> T:
+        """Raises LineError, and from then on at once."""
+        if self._fault is not None:
+            raise self._fault
+        patience_s = self.patience_s if patience_s is None else patience_s
+        answer: Future[T] = Future()
+        self._calls.put((what, answer))
+        try:
+            return answer.result(patience_s)
+        except TimeoutError:
+            self._fault = LineError(f"no answer for {patience_s:g} s")
+        except RuntimeError as error:  # all errors of torch.distributed are
+            self._fault = LineError(str(error).partition("\n")[0])
+        raise self._fault
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+
+def _serve(
+    connect: Callable[[], Store],
+    calls: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None],
+) -> None:
+    store: Store | None = None
+    while (call := calls.get()) is not None:
+        what, answer = call
+        try:
+            store = store or connect()
+            answer.set_result(what(store))
+        except BaseException as error:
+            answer.set_exception(error)
+
 
 POLL_S = 0.05
 LINGER_S = 5.0

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from ...offload.errors import InputError, RankError
 from .agreement import Agreement, Solo
-from .line import Line, LineError
 from .pulse import Pulse
-from .ranks import Ranks
+from .ranks import Line, LineError, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ...offload.device import Reading
 from ...offload.errors import BaselineError
+from ...phases.host import ShapeRun
+from ...phases.schedule import Value
 from ...phases.shape import Shape
-from ...phases.warmup import ShapeRun
-from ..outcome import Outcome
-from ..planfile.fingerprint import Fingerprint
-from ..value import Value
+from ..fingerprint import Fingerprint
+from ..loop import Outcome
+from .metrics import Metrics
 
 LEFT_BEHIND_BYTES = 64 << 20
 """What requests may leave on the device for the next: schedulers their tensors, libraries their
 workspaces. The validated peaks have it in them."""
 
 
-class Doubt(StrEnum):
+class Ground(StrEnum):
     """What speaks against a plan. For people and alerts: nothing is decided by it."""
 
     NEIGHBOUR = "neighbour"
@@ -37,8 +38,8 @@ class Doubt(StrEnum):
     retained says nothing for the plan."""
 
 
-class Finding(Value):
-    doubt: Doubt
+class Doubt(Value):
+    ground: Ground
     detail: str
     phase: str | None = None
     shape: str | None = None
@@ -48,11 +49,11 @@ class Finding(Value):
 
 class Evidence(Value):
     holds: bool
-    reasons: tuple[Finding, ...]
+    reasons: tuple[Doubt, ...]
     """Why it doesn't; empty where it holds."""
 
     @classmethod
-    def of(cls, reasons: Iterable[Finding]) -> Evidence:
+    def of(cls, reasons: Iterable[Doubt]) -> Evidence:
         found = tuple(reasons)
         return cls(holds=not found, reasons=found)
 
@@ -105,7 +106,7 @@ class Validated:
                 hint="settle with smaller shapes, or with less resident, before serving",
             )
         runs = outcome.planned.runs
-        phases = outcome.installation.graph.phases
+        phases = outcome.host.graph.phases
         readings = [at.reading for run in runs for trace in run.traces for at in trace.readings]
         return cls(
             tuple(_need(run, phase, margin_bytes) for run in runs for phase in phases),
@@ -152,20 +153,20 @@ def check(
     reasons = [*_space(validated, reading, rest_bytes), *_changed(validated.fingerprint, now)]
     if outside:
         detail = f"{outside} requests outside the envelope ran as planned"
-        reasons.append(Finding(doubt=Doubt.OUTSIDE, detail=detail))
+        reasons.append(Doubt(ground=Ground.OUTSIDE, detail=detail))
     if ooms:
         detail = f"{ooms} requests that were validated ran out of memory"
-        reasons.append(Finding(doubt=Doubt.OOM, detail=detail))
+        reasons.append(Doubt(ground=Ground.OOM, detail=detail))
     return Evidence.of(reasons)
 
 
-def _space(validated: Validated, reading: Reading, rest_bytes: int) -> Iterator[Finding]:
+def _space(validated: Validated, reading: Reading, rest_bytes: int) -> Iterator[Doubt]:
     rest = max(rest_bytes - validated.rest_bytes, 0)
     outside = max(reading.others_bytes + reading.context_bytes - validated.outside_bytes, 0)
     for shape in validated.shapes:
         for short in validated.shortages(validated.usable_bytes(reading, rest_bytes), shape):
-            yield Finding(
-                doubt=Doubt.PROCESS if rest > outside else Doubt.NEIGHBOUR,
+            yield Doubt(
+                ground=Ground.PROCESS if rest > outside else Ground.NEIGHBOUR,
                 detail=f"since it was validated, others and the context take {outside} bytes more, "
                 f"and this process {rest} besides its components",
                 phase=short.need.phase,
@@ -174,17 +175,82 @@ def _space(validated: Validated, reading: Reading, rest_bytes: int) -> Iterator[
             )
 
 
-def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[Finding]:
+def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[Doubt]:
     if before.adapters != now.adapters:
-        yield Finding(
-            doubt=Doubt.ADAPTER,
+        yield Doubt(
+            ground=Ground.ADAPTER,
             detail=f"adapters were {_listed(before)}, are {_listed(now)}",
         )
     difference = before.model_copy(update={"adapters": now.adapters}).first_difference(now)
     if difference is not None:
-        yield Finding(doubt=Doubt.STRUCTURE, detail=str(difference))
+        yield Doubt(ground=Ground.STRUCTURE, detail=str(difference))
 
 
 def _listed(fingerprint: Fingerprint) -> str:
     adapters = (f"{a.name} of {a.component} ({a.text})" for a in fingerprint.adapters)
     return "; ".join(adapters) or "none"
+
+
+class Premises:
+    """Taken when the plan was committed. `measure` reads the device anew, into the gauges too.
+
+    Raises BaselineError where `outcome` is a failure.
+    """
+
+    def __init__(self, outcome: Outcome, *, margin_bytes: int, metrics: Metrics) -> None:
+        self._host = outcome.host
+        self._margin_bytes = margin_bytes
+        self._metrics = metrics
+        self._rest_bytes = self._rest(self._host.read(), self._host.held_bytes())
+        self.validated = Validated.of(
+            outcome,
+            self._fingerprint(),
+            margin_bytes=margin_bytes,
+            rest_bytes=self._rest_bytes,
+        )
+
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self._host, margin_bytes=self._margin_bytes)
+
+    def _rest(self, reading: Reading, held: Mapping[str, int]) -> int:
+        """What is allocated besides components: for a request under way, an adapter, another
+        model, a leak."""
+        return reading.allocated_bytes - sum(held.values())
+
+    def measure(self) -> int:
+        """What components and a request may take of the device. For when no request runs: what
+        one has there would count as this process's own."""
+        reading, held = self._host.read(), self._host.held_bytes()
+        self._rest_bytes = self._rest(reading, held)
+        usable = self.validated.usable_bytes(reading, self._rest_bytes)
+        self._metrics.free_bytes.set(reading.free_bytes)
+        self._metrics.retained_bytes.replace(
+            {(each.name,): held[each.name] for each in self._host.components() if not each.stays}
+        )
+        self._metrics.headroom_bytes.replace(
+            {
+                (need.phase, str(need.shape)): usable - need.peak_bytes - need.margin_bytes
+                for need in self.validated.needs
+            }
+        )
+        return usable
+
+    def short_bytes(self, shapes: Sequence[Shape]) -> int:
+        """What the plan lacks now at the one of `shapes` that it fits best; 0 where it fits."""
+        usable = self.measure()
+        return min(
+            max((s.short_bytes for s in self.validated.shortages(usable, shape)), default=0)
+            for shape in shapes
+        )
+
+    def evidence(self, *, ooms: int, outside: int) -> Evidence:
+        """While a request runs, what this process has on the device besides its components is
+        what `measure` read last."""
+        return check(
+            self.validated,
+            self._host.read(),
+            rest_bytes=self._rest_bytes,
+            now=self._fingerprint(),
+            ooms=ooms,
+            outside=outside,
+        )

@@ -1,34 +1,158 @@
-"""Serving under a plan: what wasn't validated is flagged, and out of memory is recovered from."""
+"""Serving under a plan: what wasn't validated is flagged, and out of memory is recovered from.
+
+Turn        one request at a time
+Envelope    the shapes that were validated, and where a request stands to them
+OomWindow   how many of the last runs ended out of memory
+Guard       runs the requests"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-import torch
-
-from ...offload.device import Device
-from ...offload.errors import BusyError, InputError, OffloadError
-from ...offload.frames import cut_off
-from ...offload.oom import OomKind, classify
-from ...phases.conductor import RequestTrace
-from ...phases.diffusers import DiffusersPipeline
-from ...phases.limit import Limit
+from ...offload.errors import (
+    BusyError,
+    InputError,
+    OffloadError,
+    OutsideEnvelopeError,
+    ReentryError,
+)
+from ...offload.memory_errors import OomKind, classify, cut_off
+from ...phases.host import Host, RequestTrace
 from ...phases.shape import Shape
-from ...phases.use import ComponentUse
-from ..outcome import Outcome
-from .envelope import Envelope
-from .evidence import Evidence
+from ..loop import Outcome
+from ..proof import Transaction
+from .evidence import Evidence, Premises
 from .metrics import Metrics, Release, Served
-from .passes import expected_passes
-from .premises import Premises
-from .recovery import OomWindow, reclaim
-from .turn import Concurrency, Turn
+
+
+class Concurrency(StrEnum):
+    """What becomes of a request that is made while another one runs."""
+
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+class Turn:
+    """Held by one thread at a time, from before a request until it is cleaned up.
+
+    `wait_s`: how long a thread waits for it at the most; None has no limit.
+    Raises InputError for a `wait_s` that is below 0, or where nobody waits.
+    """
+
+    def __init__(
+        self, concurrency: Concurrency = Concurrency.WAIT, wait_s: float | None = None
+    ) -> None:
+        if wait_s is not None and (wait_s < 0 or concurrency is Concurrency.REFUSE):
+            raise InputError(
+                f"wait_s is {wait_s}, and concurrency is {concurrency}",
+                hint="wait_s is 0 or more, and needs concurrency=wait",
+            )
+        self.concurrency = concurrency
+        self.wait_s = wait_s
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Raises BusyError where it isn't to be had in time, ReentryError where this thread has it
+        already: waiting for itself would have no end."""
+        if self._owner == threading.get_ident():
+            raise ReentryError(
+                "this thread is inside a request already",
+                hint="end it before the next one begins; requests don't nest",
+            )
+        waits = self.concurrency is Concurrency.WAIT
+        within = self.wait_s if waits and self.wait_s is not None else -1
+        if not self._lock.acquire(blocking=waits, timeout=within):
+            waited = f", and still did after {within:g} s" if waits else ""
+            raise BusyError(
+                f"another request runs{waited}",
+                hint="try again later, or let requests wait longer (concurrency, wait_s)",
+            )
+        with self._owned():
+            yield
+
+    @contextmanager
+    def taken_if_free(self) -> Iterator[bool]:
+        """Never waits and never raises. Whether it is taken, inside."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        with self._owned():
+            yield True
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+
+class OomWindow:
+    """Runs that ended out of memory, among the last `length` that were begun."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._begun = 0
+        self._at: deque[int] = deque()
+
+    def begin(self) -> None:
+        self._begun += 1
+        if self._at and self._at[0] <= self._begun - self._length:
+            self._at.popleft()
+
+    def add(self) -> None:
+        """The run that was begun last ended out of memory."""
+        self._at.append(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+class Envelope:
+    """`shapes` are the largest ones, as they were asked for."""
+
+    def __init__(self, host: Host, shapes: Sequence[Shape]) -> None:
+        self._completed = {shape: host.completed(shape) for shape in shapes}
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(self._completed)
+
+    def covering(self, asked: Shape) -> tuple[Shape, ...]:
+        """Those that are at least as large as `asked`, which is completed.
+
+        With guidance they cover what is asked without: that runs the same phases, in fewer passes.
+        """
+        return tuple(each for each, full in self._completed.items() if full.covers(asked))
+
+    def like(self, asked: Shape) -> Shape:
+        """The one that a request at `asked` is most like: if any covers it, one that does, and with
+        or without guidance as it is, if there is such a one."""
+        candidates = self.covering(asked) or self.shapes
+        return min(candidates, key=lambda each: self._completed[each].guided != asked.guided)
+
+    def refusal(self, asked: Shape) -> OutsideEnvelopeError:
+        envelope = [*map(str, self._completed.values())]
+        return OutsideEnvelopeError(
+            f"{asked} is outside the validated envelope: {', '.join(envelope)}",
+            hint="ask for less, settle again with this shape, or choose what becomes of such "
+            "requests: outside=release or outside=warn",
+            shape=str(asked),
+            envelope=envelope,
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +196,8 @@ class _Request:
 
 
 class Guard:
-    """Runs requests one at a time on the pipeline that `outcome` has settled.
+    """Runs requests one at a time on the host that an outcome has settled, once it is told which
+    (`renew`).
 
     `shape`s are what the caller promises of its request: they are compared with the validated
     ones, and never with what then runs. Inside a request no gradients are recorded.
@@ -88,14 +213,11 @@ class Guard:
     `watch_neighbour`: a request that wouldn't fit beside what others take by now runs at the
     baseline; the plan itself is never changed by what is free. `demoted` is told why a plan is
     given up.
-    Raises InputError for numbers that can't be, BaselineError where `outcome` is a failure.
+    Raises InputError for numbers that can't be.
     """
 
     def __init__(
         self,
-        outcome: Outcome,
-        pipeline: DiffusersPipeline,
-        device: Device,
         *,
         outside: OutsidePolicy = OutsidePolicy.REFUSE,
         concurrency: Concurrency = Concurrency.WAIT,
@@ -112,8 +234,6 @@ class Guard:
                 f"max_ooms is {max_ooms} and oom_window is {oom_window}",
                 hint="max_ooms is 1 or more, and oom_window at least as many",
             )
-        self.pipeline = pipeline
-        self.device = device
         self.outside = outside
         self.max_ooms = max_ooms
         self.oom_window = oom_window
@@ -122,8 +242,8 @@ class Guard:
         self.metrics = metrics or Metrics()
         self._demoted = demoted
         self._turn = Turn(concurrency, wait_s)
-        self.metrics.outside_envelope.add(0, policy=outside)
-        self.renew(outcome)
+        self.metrics.outside_envelope.labels(policy=outside)  # at 0, not missing
+        self._enter(GuardState.CLOSED, settled=False)
 
     def renew(self, outcome: Outcome) -> None:
         """Serve what another settling of the pipeline came to; what was counted is forgotten.
@@ -132,11 +252,9 @@ class Guard:
         Raises BaselineError, and the guard is closed, where `outcome` is a failure.
         """
         self.close()
-        self._installation = outcome.installation
-        # That of the loop, which may be over by now.
-        self._installation.conductor.limit = Limit()
+        self.host = outcome.host
         self._premises = Premises(outcome, margin_bytes=self.margin_bytes, metrics=self.metrics)
-        self.envelope = Envelope(self.pipeline, self._premises.validated.shapes)
+        self.envelope = Envelope(self.host, self._premises.validated.shapes)
         self._ooms = OomWindow(self.oom_window)
         self._was_short = False
         self._again: dict[Shape, _Request] = {}
@@ -148,6 +266,10 @@ class Guard:
     def close(self) -> None:
         """No further request is run until `renew`."""
         self._enter(GuardState.CLOSED, settled=False)
+
+    def reopen(self, state: GuardState) -> None:
+        """Serve again what was served when it was closed in `state`."""
+        self._enter(state, settled=state is not GuardState.CLOSED)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Inside, no request runs: to close or to settle again. Raises as `request` does."""
@@ -183,24 +305,25 @@ class Guard:
                 except Exception:
                     if not request.ran_out or request.runs > 1 + request.was_transient:
                         raise
-                self.metrics.retries.add()
+                self.metrics.retries.inc()
 
     def check(self) -> Evidence:
         """Whether the plan's evidence still holds. May be called at any time, from any thread."""
         with self._turn.taken_if_free() as free:
             if free:
+                self._check_open()
                 self._premises.measure()
             return self._premises.evidence(ooms=len(self._ooms), outside=self._outside_run)
 
     @contextmanager
     def _admitted(self, shape: Shape) -> Iterator[_Request]:
-        asked = self.pipeline.completed(shape)
+        asked = self.host.completed(shape)
         self._refuse_outside(asked)
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._turn.taken())
             except BusyError:
-                self.metrics.requests.add(outcome=Served.BUSY)
+                self.metrics.requests.labels(outcome=Served.BUSY).inc()
                 raise
             request = self._admit(asked)
             served, began = Served.ERROR, time.perf_counter()
@@ -212,8 +335,8 @@ class Guard:
                 raise
             finally:
                 seconds = time.perf_counter() - began
-                self.metrics.requests.add(outcome=served)
-                self.metrics.request_seconds.observe(seconds, outcome=served)
+                self.metrics.requests.labels(outcome=served).inc()
+                self.metrics.request_seconds.labels(outcome=served).observe(seconds)
             self._premises.measure()
 
     def _served(self, request: _Request) -> Served:
@@ -224,24 +347,21 @@ class Guard:
 
     def _refuse_outside(self, asked: Shape) -> None:
         if self.outside is OutsidePolicy.REFUSE and not self.envelope.covering(asked):
-            self.metrics.outside_envelope.add(policy=self.outside)
-            self.metrics.requests.add(outcome=Served.OUTSIDE)
+            self.metrics.outside_envelope.labels(policy=self.outside).inc()
+            self.metrics.requests.labels(outcome=Served.OUTSIDE).inc()
             raise self.envelope.refusal(asked)
 
     def _admit(self, asked: Shape) -> _Request:
-        if self._state is GuardState.CLOSED:
-            raise OffloadError(
-                f"{self.pipeline.name} isn't served any more", hint="settle it again first"
-            )
+        self._check_open()  # it may have been closed while this one waited
         self._refuse_outside(asked)
         again = self._again.pop(asked, None)
         if again is not None:
-            self.metrics.retries.add()
+            self.metrics.retries.inc()
             return again
         covering = self.envelope.covering(asked)
         request = _Request(asked, self.envelope.like(asked), is_inside=bool(covering))
         if not covering:
-            self.metrics.outside_envelope.add(policy=self.outside)
+            self.metrics.outside_envelope.labels(policy=self.outside).inc()
             logger.warning("%s is outside the validated envelope: %s", asked, self.outside)
             if self.outside is OutsidePolicy.RELEASE:
                 request.release = Release.OUTSIDE
@@ -250,6 +370,10 @@ class Guard:
         if not covering and request.release is None:
             self._outside_run += 1
         return request
+
+    def _check_open(self) -> None:
+        if self._state is GuardState.CLOSED:
+            raise OffloadError("the pipeline isn't served any more", hint="settle it again first")
 
     def _is_short(self, shapes: Sequence[Shape]) -> bool:
         """Whether the plan doesn't fit any of `shapes` beside what else there is on the device."""
@@ -263,7 +387,6 @@ class Guard:
     @contextmanager
     def _run(self, request: _Request) -> Iterator[RequestTrace]:
         """One run. Raises the OOM that ended it, when what it left behind is gone."""
-        installation, asked = self._installation, request.asked
         request.runs += 1
         request.ran_out = False
         is_planned = self._state is GuardState.PLANNED and request.release is None
@@ -273,14 +396,12 @@ class Guard:
         oom: Exception | None = None
         kind = OomKind.DEVICE
         try:
-            with self._uses(request), torch.no_grad():
-                installation.graph.expect(expected_passes(installation, asked, request.like))
-                with installation.conductor.request() as trace:
-                    yield trace
+            with self._schedule(request), self.host.request(request.asked, request.like) as trace:
+                yield trace
         except Exception as error:
             if classify(error) not in _RECOVERED:
                 raise
-            oom, kind = error, classify(error, self.device.read())
+            oom, kind = error, classify(error, self.host.read())
         if oom is None:
             return
         try:
@@ -291,22 +412,26 @@ class Guard:
             del oom
 
     @contextmanager
-    def _uses(self, request: _Request) -> Iterator[None]:
+    def _schedule(self, request: _Request) -> Iterator[None]:
+        """Inside, the schedule that the request runs under is in effect."""
         if self._state is not GuardState.PLANNED or request.release is None:
             yield
             return
-        self.metrics.released.add(cause=request.release)
-        with self._installation.at_baseline():
+        self.metrics.released.labels(cause=request.release).inc()
+        to_baseline = Transaction(self.host, self.host.baseline)
+        to_baseline.apply()
+        try:
             yield
+        finally:
+            to_baseline.rollback()
 
     def _recover(self, request: _Request, kind: OomKind, said: str, *, counts: bool) -> None:
         request.ran_out = True
-        self.metrics.ooms.add(kind=kind)
+        self.metrics.ooms.labels(kind=kind).inc()
         transient = kind is OomKind.TRANSIENT and not request.was_transient
         if not transient:
-            for placement in self._installation.placements.values():
-                placement.release_all()
-        reclaim(self.device)
+            self.host.release()
+        self.host.reclaim()
         if transient:
             request.was_transient = True
             logger.warning("a transient OOM at %s: %s", request.asked, said)
@@ -320,10 +445,9 @@ class Guard:
         self._premises.measure()
 
     def _demote(self) -> None:
-        uses = [*self._installation.graph.uses]
-        self._installation.assign(ComponentUse(use.phase, use.component) for use in uses)
+        Transaction(self.host, self.host.baseline).apply()
         self._enter(GuardState.BASELINE, settled=False)
-        self.metrics.demotions.add()
+        self.metrics.demotions.inc()
         why = f"{len(self._ooms)} requests in {self.oom_window} ran out of memory"
         logger.error("%s: nothing is retained until it is settled again", why)
         self._demoted(why)

@@ -5,10 +5,9 @@ import time
 
 from rich.table import Table
 
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Instance, Room
+from residency.planner.choosing.choose import Chosen, choose
 from residency.planner.choosing.joint import joined
-from residency.planner.choosing.part import LayerClass, Mode, Part, UseSpan
+from residency.planner.choosing.model import Instance, LayerClass, Mode, Part, Room, UseSpan
 
 MIB = 1 << 20
 GIB = 1 << 30

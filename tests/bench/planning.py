@@ -40,8 +40,7 @@ def _measure(family: str, card: str, shape: str, residency: str) -> tuple[str, s
 def main(family: str, card: str, shape: str, residency: str) -> None:
     from residency.offload.cards import find_card
     from residency.phases.shape import Shape
-    from residency.planner.request import PlanRequest
-    from residency.planner.service import plan
+    from residency.planner.dry_run import PlanRequest, plan
 
     declared = dict([residency.split("=")])
     shapes = (Shape.parse(shape),)

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from residency.offload.cards import find_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
-from residency.phases.warmup import Warmup
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.planner import Mode, Options, settle
 
 CASES = (
@@ -70,18 +70,18 @@ class _counted:
     """Inside, the seconds of each warmup sweep are in the list that it gives."""
 
     def __enter__(self) -> list[float]:
-        self._sweep = sweep = Warmup.sweep
+        self._sweep = sweep = DiffusersHost.sweep
         seconds: list[float] = []
 
-        def timed(warmup: Warmup):
+        def timed(host: DiffusersHost):
             began = time.perf_counter()
             try:
-                return sweep(warmup)
+                return sweep(host)
             finally:
                 seconds.append(time.perf_counter() - began)
 
-        Warmup.sweep = timed
+        DiffusersHost.sweep = timed
         return seconds
 
     def __exit__(self, *_: object) -> None:
-        Warmup.sweep = self._sweep
+        DiffusersHost.sweep = self._sweep

@@ -4,9 +4,8 @@ import sys
 
 from residency.offload.cards import find_card
 from residency.phases.shape import Shape
+from residency.planner.dry_run import PlanRequest, plan
 from residency.planner.plan import Plan, Status
-from residency.planner.request import PlanRequest
-from residency.planner.service import plan
 
 GIB = 1 << 30
 

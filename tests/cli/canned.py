@@ -1,5 +1,6 @@
 """Reports as the planner makes them, with the numbers of Qwen-Image-2.1 written down by hand."""
 
+from residency.phases.schedule import NOTHING
 from residency.planner.plan import (
     Attempt,
     BytesPerRequest,
@@ -8,13 +9,13 @@ from residency.planner.plan import (
     PhasePlan,
     Plan,
     Reason,
+    Report,
     SetPlan,
     ShapePlan,
     Status,
     UsePlan,
-    Verdict,
 )
-from residency.planner.report import Report
+from residency.planner.verdict import Verdict
 
 MIB = 1 << 20
 SHAPE = "720x720:steps=4"
@@ -69,10 +70,6 @@ def resident_use(phase: str, component: str, layers: int) -> UsePlan:
         resident_layers=layers,
         retained_layers=0,
         total_layers=layers,
-        resident_set=(),
-        retained_set=(),
-        prefetch=1,
-        pinned=True,
         retained_bytes=0,
         saved_h2d_bytes=0,
         saved_s=0.0,
@@ -92,10 +89,6 @@ def encoder_use(reason: Reason, saved_s: float, shortfall_bytes: int | None = No
         resident_layers=43,
         retained_layers=43 if retains else 0,
         total_layers=66,
-        resident_set=(),
-        retained_set=(),
-        prefetch=1,
-        pinned=True,
         retained_bytes=SET_BYTES,
         saved_h2d_bytes=gib(10.93),
         saved_s=saved_s,
@@ -131,6 +124,7 @@ def plan(card: str, capacity_gib: float, status: Status, **others: object) -> Pl
         "status": status,
         "components": COMPONENTS,
         "shapes": (ShapePlan(asked=SHAPE, run="704x704"),),
+        "schedule": NOTHING,
         "uses": (),
         "phases": phases(gib(capacity_gib), 0),
         "attempts": (),
@@ -177,6 +171,7 @@ COMMITTED = plan(
     "RTX 5090",
     31.4,
     Status.COMMITTED,
+    schedule=NOTHING,
     uses=uses(encoder_use(Reason.RETAINED, saved_s=0.233)),
     phases=phases(gib(31.4), SET_BYTES),
     attempts=(attempt(Verdict.ACCEPTED),),
@@ -189,6 +184,7 @@ NO_HEADROOM = plan(
     "RTX 4090",
     23.52,
     Status.BASELINE_ONLY,
+    schedule=NOTHING,
     uses=uses(encoder_use(Reason.NO_HEADROOM, saved_s=0.466, shortfall_bytes=gib(5.13))),
 )
 
@@ -196,6 +192,7 @@ REFUTED = plan(
     "RTX 4090",
     23.52,
     Status.BASELINE_ONLY,
+    schedule=NOTHING,
     uses=uses(encoder_use(Reason.REFUTED, saved_s=0.466, shortfall_bytes=gib(1.59))),
     attempts=(
         attempt(
@@ -216,6 +213,7 @@ INFEASIBLE = plan(
     15.48,
     Status.INFEASIBLE,
     shapes=(ShapePlan(asked=SHAPE, run=None),),
+    schedule=NOTHING,
     uses=(),
     phases=(),
     infeasible=Infeasible(

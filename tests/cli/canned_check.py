@@ -4,16 +4,10 @@ from importlib.metadata import version
 
 from canned import COMMITTED, report
 
+from residency.phases.identity import ComponentPrint, DeclarationPrint, LibraryPrint
+from residency.planner.fingerprint import CardPrint, Difference, Fingerprint
 from residency.planner.plan import Plan
-from residency.planner.planfile.check import Check, CheckedPlan
-from residency.planner.planfile.fingerprint import (
-    CardPrint,
-    ComponentPrint,
-    DeclarationPrint,
-    Difference,
-    Fingerprint,
-    LibraryPrint,
-)
+from residency.planner.planfile import Check, CheckedPlan
 
 UUID = "GPU-5fae0c1d-90a4-4d1c-8e0b-4a3a57e8c2f1"
 REAL_CARD = "NVIDIA GeForce RTX 5090"

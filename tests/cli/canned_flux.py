@@ -6,26 +6,25 @@ the copies meanwhile. Pinning it would take 38 GiB, since each layer is rounded 
 
 from canned import CONTEXT_BYTES, MARGIN_BYTES, attempt, gib, plan, resident_use
 
-from residency.planner.explanation import (
-    ComponentStop,
-    Explanation,
-    FrontierPoint,
-    HostPlan,
-    PinCost,
-    Stop,
-    Worth,
-)
+from residency.phases.schedule import NOTHING
 from residency.planner.plan import (
     BytesPerRequest,
     ComponentPlan,
+    ComponentStop,
+    Explanation,
+    FixedCost,
+    FrontierPoint,
+    HostPlan,
     PhasePlan,
     Reason,
     SetPlan,
     ShapePlan,
     Status,
+    Stop,
     UsePlan,
-    Verdict,
+    Worth,
 )
+from residency.planner.verdict import Verdict
 
 FLUX_SHAPE = "1024x1024"
 PEAK_BYTES = {
@@ -133,6 +132,7 @@ HOST_MEMORY_BINDS = plan(
         component("vae", "resident", (0, 0), 0.16, 0.16),
     ),
     shapes=(ShapePlan(asked=FLUX_SHAPE, run="1024x1024"),),
+    schedule=NOTHING,
     uses=(
         resident_use("text_encode", "text_encoder", 12),
         UsePlan(
@@ -142,10 +142,6 @@ HOST_MEMORY_BINDS = plan(
             resident_layers=24,
             retained_layers=24,
             total_layers=24,
-            resident_set=(),
-            retained_set=(),
-            prefetch=1,
-            pinned=True,
             retained_bytes=T5_BYTES,
             saved_h2d_bytes=T5_BYTES,
             saved_s=0.945,
@@ -161,10 +157,6 @@ HOST_MEMORY_BINDS = plan(
             resident_layers=34,
             retained_layers=0,
             total_layers=57,
-            resident_set=(),
-            retained_set=(),
-            prefetch=1,
-            pinned=True,
             retained_bytes=gib(22.17),
             saved_h2d_bytes=0,
             saved_s=0.0,
@@ -204,7 +196,7 @@ HOST_MEMORY_BINDS = plan(
             point(31.4, "RTX 5090", 8.87, 18.5, 118.3, 0.252),
             point(39.4, "A100 40GB", 31.04, 0.0, 0.0, 0.0),
         ),
-        pins=(PinCost(component="vae", pin="vae=resident", seconds=0.0),),
+        fixed=(FixedCost(component="vae", fixed="vae=resident", seconds=0.0),),
         host=HostPlan(
             budget_bytes=gib(16),
             charged_bytes=0,

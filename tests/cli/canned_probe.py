@@ -1,20 +1,19 @@
 """Machines as `residency probe` may find them."""
 
-from residency.cli.machine import Machine, ProbedCard, Unreadable
-from residency.cli.survey import host_figures, probed_card
-from residency.offload.cuda.figures import (
+from residency.cli.survey import Machine, ProbedCard, Unreadable, host_figures, probed_card
+from residency.offload.cuda.reconcile import reconcile
+from residency.offload.cuda.system import (
     Facts,
     Figures,
     GpuProcess,
     NvmlFacts,
     NvmlMemory,
     Pool,
+    Ram,
     Sample,
+    System,
 )
-from residency.offload.cuda.reconcile import reconcile
-from residency.offload.cuda.system import Ram, System
-from residency.offload.host import HostLimits, HostMemory
-from residency.offload.memlock import LockLimit
+from residency.offload.host_memory import HostLimits, HostMemory, LockLimit
 
 GIB = 1 << 30
 PID = 4242

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from residency.planner.report import Report
-from residency.planner.request import Listener, PlanRequest, Progress
+from residency.planner.dry_run import PlanRequest
+from residency.planner.plan import Report
+from residency.planner.verdict import Event, Listener, Step
 
 Run = Callable[..., "Result"]
 
@@ -29,7 +30,7 @@ class CannedService:
         self.asked = request
         self.meanwhile()
         for card in request.cards:
-            listen(Progress(card.name, "measuring the baseline at 720x720"))
+            listen(Event(Step.MEASURING, "measuring the baseline at 720x720", card.name))
         if isinstance(self.answer, BaseException):
             raise self.answer
         assert self.answer is not None

@@ -18,16 +18,22 @@ from canned import (
     uses,
 )
 
-from residency.planner.explanation import (
+from residency.phases.schedule import NOTHING
+from residency.planner.plan import (
+    BytesPerRequest,
     ComponentStop,
     Explanation,
+    FixedCost,
     FrontierPoint,
     HostPlan,
-    PinCost,
+    Plan,
+    Reason,
+    SetPlan,
+    Status,
     Stop,
     Worth,
 )
-from residency.planner.plan import BytesPerRequest, Plan, Reason, SetPlan, Status, Verdict
+from residency.planner.verdict import Verdict
 
 OPEN_COMPONENTS = (COMPONENTS[0].model_copy(update={"resident_layers": 0}), *COMPONENTS[1:])
 LAYER_BYTES = gib(0.3586)
@@ -97,7 +103,7 @@ def encoder_stop(stop: Stop, layers: int, **others: object) -> ComponentStop:
 
 def resident_stop(component: str, phase: str, layers: int) -> ComponentStop:
     return encoder_stop(
-        Stop.PINNED, 0, component=component, phase=phase, running_layers=layers, passes=4
+        Stop.FIXED, 0, component=component, phase=phase, running_layers=layers, passes=4
     )
 
 
@@ -117,8 +123,9 @@ def explanation(
         "stops": (stop, *RESIDENT_STOPS),
         "one_more_gib": Worth(layers=0, seconds=0.0),
         "frontier": tuple(point(each) for each in CARDS),
-        "pins": tuple(
-            PinCost(component=pin.partition("=")[0], pin=pin, seconds=0.0) for pin in RESIDENT
+        "fixed": tuple(
+            FixedCost(component=text.partition("=")[0], fixed=text, seconds=0.0)
+            for text in RESIDENT
         ),
         "host": HostPlan(
             budget_bytes=None,
@@ -159,6 +166,7 @@ def sized(
         capacity_gib,
         Status.COMMITTED,
         components=COMPONENTS if layers == 43 else OPEN_COMPONENTS,
+        schedule=NOTHING,
         uses=uses(use),
         phases=phases(gib(capacity_gib), size),
         attempts=(attempt(Verdict.ACCEPTED, sets=(tried,)),),
@@ -193,7 +201,7 @@ ONE_PHASE_BINDS = sized(
 )
 
 # 0.65 of each layer group is 43 layers, of which 23 run.
-PIN_BINDS = sized(
+FIXED_BINDS = sized(
     31.4,
     43,
     gib(11.33),
@@ -201,14 +209,14 @@ PIN_BINDS = sized(
     explanation(
         31.4,
         gib(11.33),
-        encoder_stop(Stop.PINNED, 43),
-        pins=(
-            PinCost(
+        encoder_stop(Stop.FIXED, 43),
+        fixed=(
+            FixedCost(
                 component="text_encoder",
-                pin="text_encoder=0.65",
+                fixed="text_encoder=0.65",
                 seconds=seconds(set_bytes(32) - gib(11.33)),
             ),
-            PinCost(component="transformer", pin="dit=resident", seconds=0.0),
+            FixedCost(component="transformer", fixed="dit=resident", seconds=0.0),
         ),
         frontier=tuple(point(each, gib(11.33)) for each in CARDS),
     ),

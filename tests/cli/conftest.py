@@ -1,10 +1,9 @@
 import sys
-from types import SimpleNamespace
 
 import pytest
 from canned_program import CannedService, Result, Run
 
-import residency.planner
+import residency.planner.dry_run
 from residency.cli.main import main
 
 
@@ -30,7 +29,5 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> CannedService:
     canned = CannedService()
-    monkeypatch.setattr(
-        residency.planner, "service", SimpleNamespace(plan=canned.plan), raising=False
-    )
+    monkeypatch.setattr(residency.planner.dry_run, "plan", canned.plan)
     return canned

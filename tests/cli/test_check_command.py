@@ -9,11 +9,11 @@ from canned_check import FINGERPRINT, SEVERAL, UUID, FakeNvml, real, simulated
 from canned_program import Run
 
 from residency.offload.cards import custom_card
-from residency.planner.plan import Plan
-from residency.planner.planfile.fingerprint import CardPrint, LibraryPrint
-from residency.planner.report import Report
-from residency.planner.request import PlanRequest
-from residency.planner.service import plan
+from residency.phases.identity import LibraryPrint
+from residency.planner.dry_run import PlanRequest, plan
+from residency.planner.fingerprint import CardPrint
+from residency.planner.plan import Plan, Report
+from residency.planner.planfile import write_report
 
 HEAVY = {"torch", "networkx", "diffusers", "transformers", "numpy"}
 OPTIONS = ("--pipeline", "qwen-image-2.1", "--tiny")
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def save(path: Path, *plans: Plan) -> Path:
-    report(*plans).write(path)
+    write_report(report(*plans), path)
     return path
 
 
@@ -130,8 +130,8 @@ def test_the_check_is_printed_as_json(run: Run, path: Path):
     ("text", "message"),
     [
         ("", "is no JSON"),
-        ('{"format_version": 1}', "format version 1, this residency reads 2"),
-        ('{"format_version": 2, "plans": []}', "is no report"),
+        ('{"format_version": 1}', "format version 1, this residency reads 3"),
+        ('{"format_version": 3, "plans": []}', "is no report"),
     ],
 )
 def test_a_file_that_is_no_plan_is_bad_input(run: Run, path: Path, text: str, message: str):
@@ -163,7 +163,7 @@ def test_the_help_states_the_exit_codes_of_its_own(run: Run):
 
 
 def test_checking_imports_nothing_heavy(path: Path):
-    SEVERAL.write(path)
+    write_report(SEVERAL, path)
     code = (
         "import sys; from residency.cli.main import main\n"
         f"sys.argv[1:] = ['check', {str(path)!r}]\n"
@@ -189,7 +189,7 @@ def planned() -> Report:
 def test_a_plan_that_was_just_made_holds_for_the_pipeline_as_it_is_built_now(
     run: Run, path: Path, planned: Report
 ):
-    planned.write(path)
+    write_report(planned, path)
     assert run("check", path).code == 0
     result = run("check", path, *OPTIONS)
     assert (result.code, result.err) == (0, "")
@@ -198,7 +198,7 @@ def test_a_plan_that_was_just_made_holds_for_the_pipeline_as_it_is_built_now(
 
 
 def test_another_card_makes_a_simulated_plan_stale(run: Run, path: Path, planned: Report):
-    planned.write(path)
+    write_report(planned, path)
     result = run("check", path, *OPTIONS, "--card", "RTX 4090")
     assert result.code == 1
     assert "Stale: card was 1.0 GiB card, is RTX 4090." in result.out

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from canned import COMMITTED, INFEASIBLE, report
 from canned_program import Run
-from canned_sized import NOTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
+from canned_sized import FIXED_BINDS, NOTHING_FITS, ONE_PHASE_BINDS
 
 from residency.planner.plan import Plan
 
@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_each_plan_of_the_file_is_explained(run: Run, path: Path):
-    text = explained(run, path, ONE_PHASE_BINDS, PIN_BINDS)
+    text = explained(run, path, ONE_PHASE_BINDS, FIXED_BINDS)
     assert [line for line in text.splitlines() if " on RTX " in line] == [
         "qwen-image-2.1 on RTX 4090 (simulated)",
         "qwen-image-2.1 on RTX 5090 (simulated)",
@@ -45,7 +45,7 @@ def test_the_json_is_the_explanations_and_whose_they_are(run: Run, path: Path):
     document = json.loads(run("explain", path, "--json").out)
     first, second = document["explanations"]
     assert ONE_PHASE_BINDS.explanation is not None
-    assert document["format_version"] == 2
+    assert document["format_version"] == 3
     assert (first["card"], second["card"]) == ("RTX 4090", "RTX 5090")
     assert first["explanation"] == ONE_PHASE_BINDS.explanation.model_dump(mode="json")
     assert second["explanation"] is None

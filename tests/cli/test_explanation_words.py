@@ -6,12 +6,11 @@ from collections.abc import Mapping
 import pytest
 from canned import COMMITTED, SHAPE, encoder_use, report, uses
 from canned_flux import HOST_MEMORY_BINDS
-from canned_sized import EVERYTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS, encoder_stop
+from canned_sized import EVERYTHING_FITS, FIXED_BINDS, ONE_PHASE_BINDS, encoder_stop
 
 from residency.cli.render.explanation import explanation_view
 from residency.cli.screen import rendered
-from residency.planner.explanation import HostPlan, PinCost, Stop, Worth
-from residency.planner.plan import Plan, Reason
+from residency.planner.plan import FixedCost, HostPlan, Plan, Reason, Stop, Worth
 
 LIMIT: Mapping[str, object] = {
     "limiting_phase": "denoise",
@@ -40,7 +39,7 @@ def test_every_stop_has_words(stop: Stop, limit: Mapping[str, object]):
     sentence = told(text, "text_encoder")
     assert "retains 10 of" in sentence
     assert "None" not in text
-    if limit and stop is not Stop.WHOLE and stop is not Stop.PINNED:
+    if limit and stop is not Stop.WHOLE and stop is not Stop.FIXED:
         assert "(367 MiB)" in sentence
     if limit and stop in (Stop.ROOM, Stop.REFUTED):
         assert sentence.endswith(f" in denoise at {SHAPE}, short by 5 MiB")
@@ -59,7 +58,7 @@ def test_a_declared_set_is_stopped_as_a_whole():
             "uses": uses(encoder_use(Reason.NO_HEADROOM, 0.1)),
         }
     )
-    text = explain(plan, stops=(encoder_stop(Stop.ROOM, 0, **LIMIT),), pins=())
+    text = explain(plan, stops=(encoder_stop(Stop.ROOM, 0, **LIMIT),), fixed=())
     assert "retains nothing: what is declared (367 MiB) doesn't fit in denoise" in text
 
 
@@ -97,10 +96,10 @@ def test_a_use_without_a_stop_is_told_to_have_none():
             "one more GiB",
             "would hold as many layers, but others, and save 0.20 s a request",
         ),
-        ({"pins": ()}, "user's pins", "nothing"),
+        ({"fixed": ()}, "what is fixed", "nothing"),
         (
-            {"pins": (PinCost(component="transformer", pin="dit=resident", seconds=0.3),)},
-            "user's pins",
+            {"fixed": (FixedCost(component="transformer", fixed="dit=resident", seconds=0.3),)},
+            "what is fixed",
             "dit=resident (for transformer) costs 0.30 s a request: the best plan without it saves "
             "so much more",
         ),
@@ -146,7 +145,7 @@ def test_no_frontier_is_told():
 
 
 def test_the_plans_own_row_is_marked_once():
-    for plan in (EVERYTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS, HOST_MEMORY_BINDS):
+    for plan in (EVERYTHING_FITS, ONE_PHASE_BINDS, FIXED_BINDS, HOST_MEMORY_BINDS):
         (row,) = (line for line in explain(plan).splitlines() if "this card" in line)
         assert plan.card in row
         assert "  0.00 s  " in row

@@ -8,14 +8,16 @@ from canned_program import CannedService, Run
 from residency.offload.cards import find_card
 from residency.offload.errors import BaselineError, InputError, RollbackError
 from residency.phases.shape import Shape
-from residency.planner.report import Report
-from residency.planner.request import PlanRequest
+from residency.planner.dry_run import PlanRequest
+from residency.planner.planfile import parse_report, read_report, write_report
 
 PLAN = ("plan", "qwen-image-2.1", "--card", "RTX 4090")
 
 
-def test_every_option_reaches_the_planner(run: Run, service: CannedService):
+def test_every_option_reaches_the_planner(run: Run, service: CannedService, tmp_path: Path):
     service.answer = report(COMMITTED)
+    previous = tmp_path / "previous.json"
+    write_report(report(REFUTED), previous)
     result = run(
         "plan",
         "qwen-image-2.1",
@@ -28,6 +30,7 @@ def test_every_option_reaches_the_planner(run: Run, service: CannedService):
         *("--size", "auto", "--host-memory", "48GiB"),
         *("--exposure", "denoise=0.1,text_encode=1", "--exposure", "vae_decode=.5"),
         *("--explore", "2", "--prefetch", "3", "--tiny"),
+        *("--previous", previous, "--expandable-segments"),
     )
     assert (result.code, service.asked) == (
         0,
@@ -48,7 +51,9 @@ def test_every_option_reaches_the_planner(run: Run, service: CannedService):
             exposures={"denoise": 0.1, "text_encode": 1.0, "vae_decode": 0.5},
             host_bytes=48 << 30,
             explore=2,
+            previous=report(REFUTED),
             prefetch=3,
+            expandable_segments=True,
             tiny=True,
         ),
     )
@@ -90,7 +95,7 @@ def test_data_is_on_stdout_and_progress_a_line_an_event_on_stderr(run: Run, serv
 def test_json_on_stdout_is_the_report(run: Run, service: CannedService):
     service.answer = report(COMMITTED, REFUTED)
     result = run(*PLAN, "--json")
-    assert Report.parse(result.out, "stdout") == service.answer
+    assert parse_report(result.out, "stdout") == service.answer
     assert json.loads(result.out)["plans"][1]["attempts"][0]["beyond_model"] is True
 
 
@@ -101,7 +106,7 @@ def test_out_writes_the_report_besides_showing_it(run: Run, service: CannedServi
     result = run(*PLAN, "--out", path)
     assert result.code == 0
     assert "Would retain text_encoder" in result.out
-    assert Report.read(path) == service.answer
+    assert read_report(path) == service.answer
     assert [*tmp_path.iterdir()] == [path]
 
 
@@ -111,7 +116,7 @@ def test_out_follows_a_link_and_leaves_it_one(run: Run, service: CannedService, 
     link.symlink_to(target)
     assert run(*PLAN, "--out", link).code == 0
     assert link.is_symlink()
-    assert Report.read(target) == service.answer
+    assert read_report(target) == service.answer
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(
@@ -133,7 +138,7 @@ def test_a_baseline_that_fits_not_every_card_ends_with_1_and_says_where(
     service.answer = report(COMMITTED, INFEASIBLE)
     result = run(*PLAN, "--json", "--out", tmp_path / "plan.json")
     assert result.code == 1
-    assert Report.parse(result.out, "stdout") == Report.read(tmp_path / "plan.json")
+    assert parse_report(result.out, "stdout") == read_report(tmp_path / "plan.json")
     assert result.err.splitlines()[-2:] == [
         "error: qwen-image-2.1 does not fit RTX 5080: vae_decode at 720x720:steps=4 is short by "
         "1.20 GiB (1,288,490,189 bytes) with nothing retained",
@@ -194,8 +199,44 @@ def test_an_interrupt_ends_with_130_and_writes_nothing(
 
 def test_the_defaults_that_the_help_names_are_the_ones_in_force(run: Run):
     from residency.offload.simulated.card import CONTEXT_BYTES
-    from residency.planner.request import MARGIN_BYTES
+    from residency.planner.dry_run import MARGIN_BYTES
 
     text = " ".join(run("plan", "--help").out.split())
     assert f"for the process; default {CONTEXT_BYTES >> 20}MiB" in text
     assert f"in every phase; default {MARGIN_BYTES >> 20}MiB" in text
+
+
+def test_the_help_has_each_option_once_and_in_a_section_of_its_noun(run: Run):
+    sections: dict[str, list[str]] = {}
+    for line in run("plan", "--help").out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            options = sections.setdefault(line, [])
+        elif line.startswith("  --"):
+            options.append(line.split()[0])
+    assert sections == {
+        "Arguments:": [],
+        "Pipeline and envelope:": ["--shape", "--tiny"],
+        "Declarations:": [
+            "--component-residency",
+            "--layerwise-resident-layers",
+            "--size",
+            "--prefetch",
+        ],
+        "Simulated card:": [
+            "--card",
+            "--capacity",
+            "--context",
+            "--others",
+            "--expandable-segments",
+        ],
+        "Card of this machine:": ["--device", "--assume-free", "--dry-run"],
+        "Prices and choice:": [
+            "--exposure",
+            "--host-memory",
+            "--margin",
+            "--explore",
+            "--previous",
+        ],
+        "Output:": ["--json", "--out"],
+        "Options:": ["--traceback"],
+    }

@@ -7,15 +7,19 @@ from residency.offload.cards import custom_card
 from residency.offload.cuda.device import CudaDevice
 from residency.offload.cuda.system import System
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
 from residency.offload.simulated.runtime import SimulatedRuntime
-from residency.phases.family import find_family
-from residency.planner.plan import Status, Verdict
-from residency.planner.report import Report
+from residency.offload.simulated.work import Clock
+from residency.phases.diffusers.families import find_family
+from residency.planner.plan import Status
+from residency.planner.planfile import read_report
+from residency.planner.verdict import Verdict
 
 GIB = 1 << 30
 MIB = 1 << 20
 PLAN = ("plan", "qwen-image-2.1", "--tiny", "--device", "cuda:0", "--margin", "0")
+
+
+pytestmark = pytest.mark.usefixtures("what_is_imported_is_no_garbage")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,7 @@ def test_the_loop_runs_on_the_card_and_puts_everything_back(run: Run, card, tmp_
     result = run(*PLAN, "--out", out)
     assert result.code == 0
     assert card.read().allocated_bytes == 0
-    (plan,) = Report.read(out).plans
+    (plan,) = read_report(out).plans
     assert plan.status is Status.COMMITTED
     assert plan.device == card.identity.name
     assert plan.attempts[-1].verdict is Verdict.ACCEPTED
@@ -57,7 +61,7 @@ def test_the_loop_runs_on_the_card_and_puts_everything_back(run: Run, card, tmp_
 def test_a_dry_run_proposes_and_tries_nothing(run: Run, card, tmp_path):
     out = tmp_path / "plan.json"
     result = run(*PLAN, "--dry-run", "--out", out)
-    (plan,) = Report.read(out).plans
+    (plan,) = read_report(out).plans
     assert (result.code, plan.status, plan.attempts) == (0, Status.PROPOSED, ())
     assert "by the model and not tried" in result.out
     assert "validated" not in result.out
@@ -69,7 +73,7 @@ def test_a_card_that_others_hold_is_planned_as_if_it_were_free(run: Run, card, t
     assert run(*PLAN).code == 1
     card.__exit__(None, None, None)  # the one that is simulated takes its slot
     free = run(*PLAN, "--assume-free", "--out", out)
-    (plan,) = Report.read(out).plans
+    (plan,) = read_report(out).plans
     assert (free.code, plan.status, plan.others_bytes) == (0, Status.COMMITTED, 0)
     assert plan.device == "simulated"
     assert plan.card == f"{card.identity.name}, all free"

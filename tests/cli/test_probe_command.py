@@ -10,8 +10,8 @@ from canned_probe import NO_CARD, TWO_CARDS
 from canned_program import Run
 
 import residency.cli.survey
-from residency.cli.machine import Machine
-from residency.offload.inspection import FindingKind, Nature
+from residency.cli.survey import Machine
+from residency.offload.device import FindingKind, Nature
 
 GIB = 1 << 30
 FAKES = Path(__file__).parents[1] / "offload" / "cuda"

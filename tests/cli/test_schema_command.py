@@ -7,23 +7,21 @@ import pytest
 from canned import COMMITTED, report
 from canned_program import Run
 
-from residency.planner.journal.process import ProcessRecord
-from residency.planner.journal.record import CandidateRecord, JournalRecord, Kind, UseRecord
+from residency.phases.schedule import Hold, Schedule
+from residency.planner.journal.record import JournalRecord, Kind, ProcessRecord
 
 RECORD = JournalRecord(
-    format_version=1,
+    format_version=2,
     kind=Kind.INTENT,
     run="0123",
     attempt=1,
     fingerprint="abcd",
-    candidate=CandidateRecord(
+    candidate=Schedule(
         uses=(
-            UseRecord(
+            Hold(
                 phase="text_encode",
                 component="text_encoder",
-                passes=1,
                 retain_resident_layers=True,
-                sized=True,
                 resident_set=(0, 1, 2, 7),
                 retained_set=(0,),
                 prefetch=1,
@@ -72,7 +70,7 @@ def test_layers_are_written_as_the_schema_says(run: Run):
     import re
 
     schema = json.loads(run("schema", "journal").out)
-    layers = schema["$defs"]["UseRecord"]["properties"]["resident_set"]
+    layers = schema["$defs"]["Hold"]["properties"]["resident_set"]
     (use,) = json.loads(RECORD.to_line())["candidate"]["uses"]
     assert layers["type"] == "string"
     for text in (use["resident_set"], use["retained_set"], ""):

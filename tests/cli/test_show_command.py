@@ -39,12 +39,12 @@ def test_showing_a_plan_that_fits_no_card_succeeds(run: Run, tmp_path: Path):
     ("text", "message"),
     [
         (json.dumps({"format_version": 99}), "format version 99"),
-        (json.dumps({"format_version": 1}), "format version 1, this residency reads 2"),
+        (json.dumps({"format_version": 1}), "format version 1, this residency reads 3"),
         ("{}", "format version None"),
         ("[]", "format version None"),
         ("no json", "is no JSON"),
         ("", "is no JSON"),
-        (json.dumps({"format_version": 2, "plans": []}), "is no report"),
+        (json.dumps({"format_version": 3, "plans": []}), "is no report"),
         ("\udcff", "can't be read"),
     ],
 )

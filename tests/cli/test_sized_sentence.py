@@ -3,12 +3,12 @@
 import pytest
 from canned import SHAPE, attempt, encoder_use, gib, plan, uses
 from canned_flux import HOST_MEMORY_BINDS, sets
-from canned_sized import EVERYTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
+from canned_sized import EVERYTHING_FITS, FIXED_BINDS, ONE_PHASE_BINDS
 
-from residency.cli.render.sets import tried_sets
-from residency.cli.render.verdict import verdict
+from residency.cli.render.verdict import tried_sets, verdict
 from residency.cli.render.words import reason
-from residency.planner.plan import Plan, Reason, Status, Verdict
+from residency.planner.plan import Plan, Reason, Status
+from residency.planner.verdict import Verdict
 
 
 def test_a_sized_set_is_told_against_the_layers_that_run():
@@ -36,7 +36,7 @@ def test_a_plan_that_retains_nothing_may_hold_something():
 
 
 def test_a_set_that_the_user_declared_is_told_against_all_layers():
-    assert "text_encoder: 43 of 66 layers, 11.33 GiB" in verdict(PIN_BINDS)
+    assert "text_encoder: 43 of 66 layers, 11.33 GiB" in verdict(FIXED_BINDS)
 
 
 def test_without_an_explanation_layers_that_run_are_not_guessed():

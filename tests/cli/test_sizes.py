@@ -1,7 +1,7 @@
 import pytest
 
-from residency.cli.render.units import format_bytes, format_exact, format_rate, format_seconds
-from residency.cli.sizes import parse_size
+from residency.cli.arguments import parse_size
+from residency.cli.render.words import format_bytes, format_exact, format_rate, format_seconds
 from residency.offload.errors import InputError
 
 

@@ -3,7 +3,8 @@ from canned import COMMITTED, INFEASIBLE, NO_HEADROOM, REFUTED, attempt, encoder
 
 from residency.cli.render.verdict import verdict
 from residency.cli.render.words import VERDICTS, reason
-from residency.planner.plan import Reason, Status, Verdict
+from residency.planner.plan import Reason, Status
+from residency.planner.verdict import Verdict
 
 
 @pytest.mark.parametrize("why", Reason)

@@ -9,14 +9,13 @@ from canned import COMMITTED, INFEASIBLE, NO_HEADROOM, REFUTED, report
 from canned_check import HOLDS, HOLDS_SIMULATED, REBUILT, STALE
 from canned_flux import HOST_MEMORY_BINDS
 from canned_probe import LOST, NO_CARD, ONE_POOL, TWO_CARDS
-from canned_sized import EVERYTHING_FITS, NOTHING_FITS, ONE_PHASE_BINDS, PIN_BINDS
+from canned_sized import EVERYTHING_FITS, FIXED_BINDS, NOTHING_FITS, ONE_PHASE_BINDS
 from rich.console import Console, RenderableType
 
-from residency.cli.render.cards import cards_view
-from residency.cli.render.check import check_view
 from residency.cli.render.explanation import explanation_view
-from residency.cli.render.probe import probe_view
-from residency.cli.render.report import report_view
+from residency.cli.render.files import check_view
+from residency.cli.render.machine import cards_view, machine_view
+from residency.cli.render.plan import report_view
 from residency.cli.screen import rendered
 from residency.offload.cards import CARDS
 
@@ -33,7 +32,7 @@ VIEWS = {
     "explain_everything_fits": explanation_view(report(EVERYTHING_FITS)),
     "explain_one_phase_binds": explanation_view(report(ONE_PHASE_BINDS)),
     "explain_host_memory_binds": explanation_view(FLUX),
-    "explain_pin_binds": explanation_view(report(PIN_BINDS)),
+    "explain_fixed_binds": explanation_view(report(FIXED_BINDS)),
     "explain_nothing_fits": explanation_view(report(NOTHING_FITS)),
     "explain_without_explanation": explanation_view(report(COMMITTED, INFEASIBLE)),
     "cards": cards_view(CARDS.values()),
@@ -41,10 +40,10 @@ VIEWS = {
     "check_simulated": check_view(HOLDS_SIMULATED),
     "check_rebuilt": check_view(REBUILT),
     "check_stale": check_view(STALE),
-    "probe_two_cards": probe_view(TWO_CARDS),
-    "probe_one_pool": probe_view(ONE_POOL),
-    "probe_lost_card": probe_view(LOST),
-    "probe_no_card": probe_view(NO_CARD),
+    "probe_two_cards": machine_view(TWO_CARDS),
+    "probe_one_pool": machine_view(ONE_POOL),
+    "probe_lost_card": machine_view(LOST),
+    "probe_no_card": machine_view(NO_CARD),
 }
 
 every_view = pytest.mark.parametrize(("name", "view"), VIEWS.items(), ids=list(VIEWS))

@@ -11,9 +11,9 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from residency.phases.declaration import Declaration, declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import Family, find_family
+from residency.phases.component import Declaration, declare
+from residency.phases.diffusers.families import Family, find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.shape import Shape
 
 GIB = 1 << 30

@@ -8,13 +8,13 @@ from statistics import median
 from typing import Any
 
 from residency.offload.device import Device, Reading
-from residency.phases.diffusers import DiffusersPipeline
-from residency.planner.event import Listener, ignore
-from residency.planner.hardware import Hardware
-from residency.planner.loop import run_loop
-from residency.planner.outcome import Outcome, Try
-from residency.planner.pricing import Pricing
-from residency.planner.settings import Settings
+from residency.offload.hardware import Hardware
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.planner.choosing.prices import Pricing
+from residency.planner.loop import Outcome, Try, run_loop
+from residency.planner.proof import Settings
+from residency.planner.verdict import Listener, ignore
 
 from .pipelines import ENCODER, Source
 from .target import Target
@@ -55,8 +55,6 @@ class Planning:
 
     def settings(self, pricing: Pricing, device: Device, **changed: Any) -> Settings:
         given: dict[str, Any] = {
-            "shapes": (self.source.shape,),
-            "declarations": self.source.declarations(self.pipeline),
             "margin_bytes": self.target.scale.margin_bytes,
             "pricing": pricing,
             "sample_s": Hardware.of(device).sample_s,
@@ -68,35 +66,45 @@ class Planning:
         outcome = self.run(device, pricing, measure_only=True)
         try:
             reading = device.read()
-            placement = outcome.installation.placements[ENCODER]
+            (encoder,) = (each for each in outcome.host.components() if each.name == ENCODER)
+            declared = sum(encoder.layers[i].buffer_bytes for i in encoder.declared)
             return Needs(
                 reading.context_bytes,
                 max(each.peak_bytes for each in outcome.headrooms),
-                placement.retained_bytes,
+                declared + encoder.non_layer_bytes,
                 self.target.scale.margin_bytes,
             )
         finally:
             outcome.close()
+
+    def host(self, device: Device, pricing: Pricing) -> DiffusersHost:
+        return DiffusersHost(
+            self.pipeline,
+            device,
+            (self.source.shape,),
+            self.source.declarations(self.pipeline),
+            host_bytes=pricing.host_budget_bytes,
+        )
 
     def run(
         self, device: Device, pricing: Pricing, *, listen: Listener = ignore, **changed: Any
     ) -> Outcome:
         """Raises RuntimeError where the baseline doesn't run."""
         settings = self.settings(pricing, device, **changed)
-        outcome = run_loop(self.pipeline, device, settings, listen=listen)
+        outcome = run_loop(self.host(device, pricing), settings, listen=listen)
         if outcome.failure is not None:
             raise RuntimeError(f"the baseline doesn't run: {outcome.failure.detail}")
         return outcome
 
 
 def retained(outcome: Outcome) -> tuple[str, ...]:
-    return () if outcome.committed is None else outcome.committed.components
+    return () if outcome.committed is None else outcome.committed.retaining
 
 
 def told(each: Try) -> dict[str, Any]:
     judgement = each.judgement
     return {
-        "retained": list(each.candidate.components),
+        "retained": list(each.schedule.retaining),
         "verdict": str(judgement.verdict),
         "phase": judgement.phase,
         "shortfall_bytes": each.shortfall_bytes,

@@ -194,8 +194,8 @@ class SimulatedTarget(Target):
         from residency.offload.cuda.nvml import Nvml
         from residency.offload.cuda.system import System
         from residency.offload.simulated.card import SimulatedCard
-        from residency.offload.simulated.clock import Clock
         from residency.offload.simulated.runtime import SimulatedRuntime
+        from residency.offload.simulated.work import Clock
 
         from .simulated_nvml import SimulatedNvml
 

@@ -14,8 +14,9 @@ import torch
 
 from residency.offload.cards import custom_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.headroom import Headroom
-from residency.planner.planfile import fingerprint
+from residency.phases import identity
+from residency.phases.graph import Headroom
+from residency.planner import fingerprint
 from tests.gpu.capped import capped
 from tests.gpu.holder import holding
 from tests.gpu.notes import Notes, Read, UnmetError
@@ -100,8 +101,10 @@ def test_after_an_oom_nothing_is_left_behind_and_the_next_request_runs(numbers):
     found = numbers["oom_rollback"]
     assert found["tries"][0]["verdict"] == "oom"
     assert found["retained"] == []
-    for when in ("after_the_rollback", "after_close"):
-        assert found[f"{when}_allocated_bytes"] == found[f"{when}_missing_free_bytes"] == 0
+    for what in ("allocated", "missing_free"):
+        assert found[f"after_the_rollback_{what}_bytes"] == 0
+        # Requests leave rope tables and timesteps on the pipeline, and those aren't ours.
+        assert found[f"after_close_{what}_bytes"] == numbers["settle"]["search_left_bytes"]
     assert found["next_request_runs"]
 
 
@@ -139,7 +142,7 @@ def test_the_second_start_verifies_what_the_first_committed(numbers):
     assert found["search_status"] == found["verify_status"] == "committed"
     assert found["verify_retained_layers"] == found["search_retained_layers"]
     assert found["verify_retained_layers"]["denoise/transformer"] > 0
-    assert found["verify_left_bytes"] == 0
+    assert found["verify_left_bytes"] == found["search_left_bytes"] < MIB
 
 
 # Parts that go wrong.
@@ -524,9 +527,9 @@ def test_a_checkout_is_importable_without_being_installed():
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     def version(package: str) -> str:
-        raise fingerprint.PackageNotFoundError(package)
+        raise identity.PackageNotFoundError(package)
 
-    monkeypatch.setattr(fingerprint, "version", version)
+    monkeypatch.setattr(identity, "version", version)
     assert fingerprint.residency_version() == "absent"
 
 

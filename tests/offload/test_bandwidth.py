@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from residency.offload.bandwidth import BandwidthCache, measure_bandwidth, user_cache_path
 from residency.offload.cards import custom_card, find_card
+from residency.offload.clocks import BandwidthCache, measure_bandwidth, user_cache_path
 from residency.offload.errors import DeviceError, InputError
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
+from residency.offload.simulated.work import Clock
 
 CLOCK = Clock(h2d_bytes_per_s=24e9, pageable_bytes_per_s=6e9, op_s=1e-5)
 NBYTES = 1 << 20

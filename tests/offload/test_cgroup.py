@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from residency.offload.cgroup import CgroupLimit, cgroup_limits
+from residency.offload.host_memory import CgroupLimit, cgroup_limits
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_LIMIT_V1 = 9223372036854771712
 """What cgroup v1 says where there is no limit: 2^63 less a page."""
-PACKAGES = str(Path(sys.modules["residency.offload.cgroup"].__file__).parents[2])
+PACKAGES = str(Path(sys.modules["residency.offload.host_memory"].__file__).parents[2])
 
 
 class Machine:
@@ -315,7 +315,7 @@ import os, sys
 from pathlib import Path
 group, wanted = Path(sys.argv[1]), int(sys.argv[2])
 (group / "cgroup.procs").write_text(str(os.getpid()))
-from residency.offload.host import HostMemory
+from residency.offload.host_memory import HostMemory
 before = HostMemory.read()
 block = b"x" * wanted
 after = HostMemory.read()
@@ -351,7 +351,7 @@ def real_group() -> Iterator[tuple[Path, str]]:
 
 
 def _own_folder(v2: bool) -> Path | None:
-    from residency.offload.cgroup import _mounts, _own_cgroups
+    from residency.offload.host_memory import _mounts, _own_cgroups
 
     proc = Path("/proc/self")
     own = dict(_own_cgroups(proc))

@@ -10,7 +10,7 @@ import torch
 from stacks import Stack, row
 
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
+from residency.offload.layers import CopyStream
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.simulated.card import SimulatedCard
 

@@ -8,21 +8,19 @@ from snapshot import snapshot
 from stacks import Stack, row
 from torch import nn
 
-from residency.offload.bandwidth import measure_bandwidth
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
+from residency.offload.clocks import LayerTimer, measure_bandwidth
 from residency.offload.cuda.device import CudaDevice
 from residency.offload.cuda.system import System
 from residency.offload.device import Device
 from residency.offload.errors import DeviceError, OrderError
-from residency.offload.host import HostBudget
+from residency.offload.host_memory import HostBudget
+from residency.offload.layers import CopyStream
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.placement import ComponentOffload, Placement, Resident
-from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
-from residency.offload.simulated.faults import InjectedError
+from residency.offload.simulated.card import InjectedError, SimulatedCard
 from residency.offload.simulated.runtime import SimulatedRuntime
-from residency.offload.timing import LayerTimer
+from residency.offload.simulated.work import Clock
 
 MIB = 1 << 20
 CLOCK = Clock(h2d_bytes_per_s=1024, pageable_bytes_per_s=512, op_s=1.0)
@@ -113,7 +111,7 @@ def test_the_bytes_that_were_copied_are_counted_where_they_are_issued(card, devi
     placement = ComponentOffload(Stack(), device)
     placement.begin_use(holds_resident_set=False)
     assert device.transfers == card.transfers
-    assert device.transfers.h2d_bytes == placement.saved_bytes(passes=1)
+    assert device.transfers.h2d_bytes == placement.copy_bytes
     placement.remove()
 
 

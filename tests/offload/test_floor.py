@@ -3,8 +3,8 @@ import threading
 import pytest
 
 from residency.offload.cards import custom_card
+from residency.offload.device import FreeFloor
 from residency.offload.errors import DeviceError
-from residency.offload.floor import FreeFloor
 from residency.offload.simulated.card import SimulatedCard
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from residency.offload.errors import HostMemoryError, InputError
-from residency.offload.host import RESERVE_BYTES, HostBudget, HostLimits, HostMemory
+from residency.offload.host_memory import RESERVE_BYTES, HostBudget, HostLimits, HostMemory
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 10**9

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from residency.offload.host import HostLimits
-from residency.offload.memlock import LockLimit
+from residency.offload.host_memory import HostLimits, LockLimit
 
 resource = pytest.importorskip("resource")
 
 KIB, MIB = 1 << 10, 1 << 20
-PACKAGES = str(Path(sys.modules["residency.offload.memlock"].__file__).parents[2])
+PACKAGES = str(Path(sys.modules["residency.offload.host_memory"].__file__).parents[2])
 
 CHILD = """
 import ctypes, json, mmap, os, resource, sys
 from pathlib import Path
-from residency.offload.memlock import LockLimit
+from residency.offload.host_memory import LockLimit
 
 limit_bytes, lock_bytes = map(int, sys.argv[1:])
 _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -8,9 +8,16 @@ from stacks import Block, Stack
 from torch import Tensor, nn
 
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
 from residency.offload.errors import OffloadError
-from residency.offload.layers import Weights, aligned, layer_groups, partition, regions
+from residency.offload.layers import (
+    Buffers,
+    CopyStream,
+    Weights,
+    aligned,
+    layer_groups,
+    partition,
+    regions,
+)
 from residency.offload.simulated.card import SimulatedCard
 
 
@@ -152,7 +159,7 @@ def test_a_region_reaches_from_the_first_byte_to_the_last(
     weights = Weights(regions([tensor]))
     assert weights.nbytes == nbytes
     size, stride, host = tensor.size(), tensor.stride(), tensor.data_ptr()
-    weights.onload(CopyStream(device))
+    weights.onload(CopyStream(device), Buffers(device))
     assert (tensor.device.type, tensor.size(), tensor.stride()) == ("simgpu", size, stride)
     assert device.read().allocated_bytes == aligned(nbytes)
     weights.offload()
@@ -171,7 +178,7 @@ def test_values_arrive_in_tensors_that_overlap_as_they_did(
         buffer = torch.empty(weights.buffer_bytes, dtype=torch.uint8, device=device.torch_device)
         weights.onload_into(buffer, copies)
     else:
-        weights.onload(copies)
+        weights.onload(copies, Buffers(device))
     assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
     tensors[0][-1] = -7.0  # element 49, which the second has in its first column
     assert tensors[1][9, 0].item() == -7.0
@@ -184,7 +191,7 @@ def test_views_of_different_dtypes_keep_their_places(device: SimulatedCard):
     signed, floats = storage[2:22].view(torch.int8), storage[4:36].view(torch.float32)
     expected = signed.clone(), floats.clone()
     weights = Weights(regions([signed, floats]))
-    weights.onload(CopyStream(device))
+    weights.onload(CopyStream(device), Buffers(device))
     assert torch.equal(signed.cpu(), expected[0])
     assert torch.equal(floats.cpu().view(torch.uint8), expected[1].view(torch.uint8))
     weights.offload()
@@ -195,9 +202,9 @@ def test_the_copy_of_a_region_that_fails_leaves_all_on_the_host(device: Simulate
     weights = Weights(regions(tensors))
     device.faults.at_copy(2)
     with pytest.raises(RuntimeError, match="injected"):
-        weights.onload(CopyStream(device))
+        weights.onload(CopyStream(device), Buffers(device))
     weights.check_on(None)
-    with pytest.raises(OffloadError, match=r"\(10,\) should be on simgpu and is on cpu"):
+    with pytest.raises(OffloadError, match=r"\(10,\)\) should be on simgpu and is on cpu"):
         weights.check_on(device)
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from residency.offload.cards import custom_card
 from residency.offload.errors import HostMemoryError
-from residency.offload.host import HostBudget
+from residency.offload.host_memory import HostBudget
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.virtual import mark_virtual
+from residency.offload.simulated.storage import mark_virtual
 
 REST = 1024 + 4
 REST_TAKES = 1024 + 512
@@ -75,8 +75,7 @@ def test_what_a_component_weighs(offloaded):
     assert [layer.buffer_bytes for layer in offload.layers] == [1024, 2048, 1024, 1024, 1024, 1024]
     assert offload.non_layer_bytes == 1024 + 512
     assert offload.weight_bytes == 1536 + 5 * 1024 + 2048
-    assert offload.resident_bytes == 1024 + 2048 + 1024
-    assert offload.retained_bytes == 1536 + 4096
+    assert offload.copy_bytes == REST + 5 * 1024 + 2048
     assert (offload.total_layers, offload.resident_layers) == (6, 3)
 
 
@@ -134,7 +133,6 @@ def test_a_retained_set_saves_its_copies_in_the_next_use_even_if_that_does_not_h
 def test_the_window_is_one_layer_and_those_fetched_ahead(offloaded, prefetch: int, buffers: int):
     offload = offloaded(Stack(), prefetch=prefetch)
     use(offload)
-    assert offload.window_bytes(holds_resident_set=False) == buffers * LAYER
     assert use(offload, passes=3)[1] == REST_TAKES + buffers * LAYER + ROWS
 
 
@@ -143,7 +141,6 @@ def test_the_peak_of_a_use_is_non_layer_resident_window_and_activation(offloaded
     expected = REST_TAKES + 3 * LAYER + 2 * LAYER + ROWS
     assert use(offload, holds=True, passes=3)[1] == expected == 6912
     assert use(offload, holds=True, passes=3)[1] == expected
-    assert offload.use_bytes(holds_resident_set=True) == expected - ROWS
 
 
 def test_a_window_over_one_streamed_layer_has_one_buffer(offloaded):
@@ -154,14 +151,12 @@ def test_a_window_over_one_streamed_layer_has_one_buffer(offloaded):
 def test_with_every_layer_held_there_is_no_window(offloaded):
     offload = offloaded(Stack(), 3, 3, prefetch=2)
     assert use(offload, holds=True)[1] == REST_TAKES + 6 * LAYER + ROWS
-    assert offload.window_bytes(holds_resident_set=True) == 0
 
 
 def test_a_use_leaves_nothing_unless_it_is_kept(offloaded):
     offload = offloaded(Stack(), 2, 1)
     assert use(offload, holds=True)[2] == 0
     assert use(offload, holds=True, keep=True)[2] == REST_TAKES + 3 * LAYER == 4608
-    assert offload.retained_bytes == 4608
     assert use(offload, holds=True)[2] == 0
 
 
@@ -235,7 +230,6 @@ def test_layers_of_unequal_size_share_buffers_of_the_largest(offloaded):
     # The first use finds out: 2048 from the second layer is still there when 3072 come.
     assert use(offload)[:2] == (REST + layers, REST_TAKES + 2048 + 3072 + wide_rows)
     assert use(offload)[:2] == (REST + layers, REST_TAKES + 2 * 3072 + wide_rows)
-    assert offload.window_bytes(holds_resident_set=False) == 2 * 3072
 
 
 def test_a_large_layer_that_is_held_makes_no_large_buffers(offloaded):
@@ -288,8 +282,6 @@ def test_layers_that_never_run_are_copied_as_part_of_a_set_that_is_held(offloade
     module.path = (3, 4, 5)
     offload = offloaded(module, 2, 0)
     assert use(offload, holds=True, passes=2)[0] == REST + 2 * LAYER + 2 * 3 * LAYER
-    assert offload.saved_bytes(passes=2) == REST + 2 * LAYER
-    assert offload.saved_bytes(passes=1) == REST
 
 
 def test_a_model_that_leaves_early_copies_one_layer_in_vain_and_then_none(offloaded):
@@ -339,13 +331,11 @@ def test_predictions_are_what_is_measured(offloaded):
     use(offload, holds=True, passes=2)
     moved_bytes, peak_bytes, _ = use(offload, holds=True, passes=2, keep=True)
     held_bytes = 1024 + 2048 + 1024
-    assert offload.pass_bytes(offload.resident_set) == 3 * LAYER
-    assert offload.pass_bytes(frozenset()) == 5 * LAYER + 2048
-    assert moved_bytes == REST + held_bytes + 2 * offload.pass_bytes(offload.resident_set)
-    assert peak_bytes == offload.use_bytes(holds_resident_set=True) + ROWS
+    assert moved_bytes == REST + held_bytes + 2 * 3 * LAYER
+    assert peak_bytes == REST_TAKES + held_bytes + 2 * LAYER + ROWS
     again_bytes, _, left_bytes = use(offload, holds=True, passes=2, keep=True)
-    assert moved_bytes - again_bytes == offload.saved_bytes(passes=2) == REST + held_bytes
-    assert left_bytes == offload.retained_bytes
+    assert moved_bytes - again_bytes == REST + held_bytes
+    assert left_bytes == offload.allocated_bytes == REST_TAKES + held_bytes
 
 
 @pytest.mark.parametrize("pin", [False, True])

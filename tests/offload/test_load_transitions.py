@@ -9,7 +9,7 @@ from residency.offload.errors import OffloadError
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.placement import ComponentOffload, Resident
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.family import find_family
+from residency.phases.diffusers.families import find_family
 
 GIB = 1 << 30
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from residency.offload.oom import Shortfall
+from residency.offload.memory_errors import Shortfall
 
 MIB = 1 << 20
 GIB = 1 << 30

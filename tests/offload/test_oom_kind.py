@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from residency.offload.device import Reading
-from residency.offload.oom import OomKind, classify
+from residency.offload.memory_errors import OomKind, classify
 
 MIB = 1 << 20
 GIB = 1 << 30

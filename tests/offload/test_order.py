@@ -1,4 +1,4 @@
-from residency.offload.order import LayerOrder
+from residency.offload.layerwise import LayerOrder
 
 
 def run(order: LayerOrder, *layers: int) -> None:

@@ -9,15 +9,13 @@ import torch
 from stacks import Stack, row
 
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
 from residency.offload.device import Event
 from residency.offload.errors import OrderError
-from residency.offload.host import HostBudget
-from residency.offload.layers import Region
+from residency.offload.host_memory import HostBudget
+from residency.offload.layers import CopyStream, Region
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.placement import ComponentOffload, Placement, Resident
-from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.faults import InjectedError
+from residency.offload.simulated.card import InjectedError, SimulatedCard
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residency.offload.pinning import (
+from residency.offload.host_memory import (
     LARGEST_CHUNK_BYTES,
     LEAST_CHUNK_BYTES,
     chunked_charge_bytes,

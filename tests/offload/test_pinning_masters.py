@@ -12,15 +12,18 @@ from snapshot import snapshot
 from stacks import ROW_BYTES, Stack, row
 
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
 from residency.offload.errors import HostMemoryError, OffloadError
-from residency.offload.host import HostBudget
-from residency.offload.layers import Weights, regions
+from residency.offload.host_memory import (
+    HostBudget,
+    chunked_charge_bytes,
+    chunks,
+    pinned_charge_bytes,
+)
+from residency.offload.layers import Buffers, CopyStream, Weights, regions
 from residency.offload.layerwise import LayerwiseOffload
-from residency.offload.pinning import chunked_charge_bytes, chunks, pinned_charge_bytes
 from residency.offload.placement import ComponentOffload, Placement, Resident
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.virtual import mark_virtual
+from residency.offload.simulated.storage import mark_virtual
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 REST = 1024 + 4
@@ -118,7 +121,7 @@ def test_values_arrive_from_chunks_in_their_places(device: Host, in_one_buffer: 
         buffer = torch.empty(weights.buffer_bytes, dtype=torch.uint8, device=device.torch_device)
         weights.onload_into(buffer, copies)
     else:
-        weights.onload(copies)
+        weights.onload(copies, Buffers(device))
     device.synchronize()
     assert device.transfers.h2d_bytes == weights.nbytes == 206_900 * 4 + 40_000
     assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
@@ -144,7 +147,7 @@ def test_a_region_is_pinned_in_the_chunks_of_its_size(device: Host, nbytes: int)
 def test_an_empty_tensor_pins_and_copies_nothing(device: Host):
     weights, budget = Weights(regions([torch.zeros(0, 3)])), HostBudget(0)
     weights.pin(device, budget)
-    weights.onload(CopyStream(device))
+    weights.onload(CopyStream(device), Buffers(device))
     assert (device.asked, device.transfers.h2d_copies) == (0, 0)
     weights.offload()
 

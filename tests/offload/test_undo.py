@@ -11,12 +11,11 @@ from stacks import Stack, row
 from torch import nn
 
 from residency.offload.cards import custom_card
-from residency.offload.host import HostBudget
+from residency.offload.host_memory import HostBudget
 from residency.offload.layers import Region
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.placement import ComponentOffload, Placement, Resident
-from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.faults import InjectedError
+from residency.offload.simulated.card import InjectedError, SimulatedCard
 
 
 @pytest.fixture(params=[False, True], ids=["", "in order"])

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from residency.offload.cards import find_card
-from residency.offload.placement import Placement
+from residency.offload.placement import Placement, Strategy, Use
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.strategy import Strategy, Use
-from residency.phases.component import Component
-from residency.phases.conductor import Conductor
-from residency.phases.declaration import declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
-from residency.phases.prestate import PreState
+from residency.phases.component import Component, declare
+from residency.phases.diffusers.conductor import Conductor
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.undo import Residue
+from residency.phases.diffusers.warmup import Warmup
+from residency.phases.graph import ComponentUse
+from residency.phases.host import Failure, Host, Made, Sweep
+from residency.phases.schedule import Hold, Schedule
 from residency.phases.shape import Shape
-from residency.phases.warmup import Warmup
 
 WIDTH = 8
 
@@ -110,6 +111,26 @@ class Stage:
     log: list[str] = field(default_factory=list)
     """What the strategies were told, in order."""
 
+    def retain(self, use: ComponentUse, retained: bool = True) -> None:
+        """From the next time that it is prepared or finished, `use` retains what was declared."""
+        conductor, placement = self.conductor, self.placements[use.component]
+        declared = tuple(sorted(placement.resident_set))
+        hold = Hold(
+            phase=use.phase,
+            component=use.component,
+            retain_resident_layers=retained,
+            resident_set=declared,
+            retained_set=declared if retained else (),
+            prefetch=getattr(placement, "prefetch", 0),
+            pinned=False,
+        )
+        others = [each for each in conductor.schedule.uses if each.at != use.at]
+        conductor.schedule = Schedule(uses=(*others, hold))
+
+    def hold_what_is_declared(self) -> None:
+        for use in self.conductor.graph.uses:
+            self.retain(use, False)
+
     def check_integrity(self) -> None:
         self.card.check_integrity()
         for placement in self.placements.values():
@@ -154,6 +175,27 @@ class PipelineStage(Stage):
     pipeline: DiffusersPipeline = field(kw_only=True)
     warmup: Warmup = field(kw_only=True)
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return self.warmup.shapes
+
+    def run(self, shape: Shape) -> Made | Failure:
+        return self.warmup.request(shape)
+
+    def discover(self) -> Failure | None:
+        """And from then on uses hold what was declared, as in a baseline."""
+        failure = self.warmup.discover()
+        if failure is None:
+            self.hold_what_is_declared()
+        return failure
+
+    def sweep(self) -> Sweep:
+        residue = Residue(self.pipeline)
+        try:
+            return Host.sweep(self)
+        finally:
+            residue.restore()
+
 
 @contextmanager
 def staged_pipeline(
@@ -166,7 +208,7 @@ def staged_pipeline(
     card: str = "RTX 5090",
 ) -> Iterator[PipelineStage]:
     """Bound as well. What runs left on the pipeline and in caches of methods is dropped."""
-    before = PreState(pipeline)
+    before = Residue(pipeline)
     try:
         with staged(
             pipeline.components,

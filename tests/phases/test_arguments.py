@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from residency.offload.errors import InputError, ShapeError
-from residency.phases.arguments import arguments
-from residency.phases.family import families, find_family
+from residency.phases.diffusers.families import families, find_family
+from residency.phases.diffusers.request import arguments
 from residency.phases.shape import Shape
 
 

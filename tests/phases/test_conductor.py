@@ -5,10 +5,10 @@ import torch
 from stage import WIDTH, Stack, anatomy, paint, staged, toys
 
 from residency.offload.errors import PhaseError
-from residency.offload.simulated.faults import InjectedError, driver_error
+from residency.offload.simulated.card import InjectedError, driver_error
 from residency.phases.component import Component
+from residency.phases.diffusers.watch import phases, watch
 from residency.phases.graph import PhaseGraph
-from residency.phases.watch import phases, watch
 
 X = torch.ones(1, WIDTH)
 ONE_REQUEST = [
@@ -37,6 +37,7 @@ def on_stage(components=None, *, run=lambda components: paint(components, X), **
     graph = graph_of(run)
     with staged(components or toys(), **declared) as stage:
         stage.conductor.graph = graph
+        stage.hold_what_is_declared()
         yield stage
 
 
@@ -49,7 +50,7 @@ def request(stage, **how):
 
 def retain(stage, component, retained=True):
     use = next(use for use in stage.conductor.graph.uses if use.component == component)
-    stage.conductor.graph.retain(use, retained)
+    stage.retain(use, retained)
 
 
 def failed_request(stage, *, after=ZeroDivisionError):
@@ -209,7 +210,7 @@ def test_passes_of_the_graph_reach_the_placement():
         held = hold(stage, "transformer")
         request(stage)
         assert held == [True, True]
-        stage.conductor.graph.expect({("denoise", "transformer"): 1})
+        stage.conductor.expect({("denoise", "transformer"): 1})
         request(stage, steps=1)
         assert held == [True, True, False]
 
@@ -383,5 +384,6 @@ def test_watching_holds_no_resident_set():
         with stage.conductor.watching():
             request(stage)
         assert held == [False, False]
+        stage.hold_what_is_declared()
         request(stage)
         assert held[2:] == [True, True]

@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 from residency.offload.cards import find_card
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.component import Component
+from residency.phases.diffusers.watch import phases, watch
 from residency.phases.graph import PhaseGraph
-from residency.phases.watch import phases, watch
 
 X = torch.ones(1, WIDTH)
 ALL_RESIDENT = dict.fromkeys(["text_encoder", "transformer", "vae"], "resident")

@@ -8,9 +8,8 @@ from residency.offload.layers import LayerGroup, layer_groups
 from residency.offload.layerwise import LayerwiseOffload
 from residency.offload.placement import ComponentOffload, Resident
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.component import Component
-from residency.phases.declaration import Declaration, ResidencyMode, count_layers, declare
-from residency.phases.family import find_family
+from residency.phases.component import Component, Declaration, ResidencyMode, count_layers, declare
+from residency.phases.diffusers.families import find_family
 
 LAYERWISE, RESIDENT = ResidencyMode.LAYERWISE_OFFLOAD, ResidencyMode.RESIDENT
 

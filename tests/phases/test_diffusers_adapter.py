@@ -11,9 +11,9 @@ from torch import nn
 from residency.offload.cards import find_card
 from residency.offload.errors import InputError, ShapeError
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
-from residency.phases.requests import run
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.request import run
 from residency.phases.shape import Shape
 
 SMALL = Shape(64, 64, tokens=16, steps=2, guidance=1.0)
@@ -44,15 +44,15 @@ def rehearse(name, guidance):
     layers = {"dit": "0.5", "text_encoder": "0.5"} if asked.guided else {}
     before = anatomy(pipeline.components)
     with staged_pipeline(pipeline, [asked], residency=EVERYTHING, resident_layers=layers) as stage:
-        assert stage.warmup.discover() is None
+        assert stage.discover() is None
         graph = stage.conductor.graph
         phases = {phase: {} for phase in graph.phases}
         for use in list(graph.uses):
             phases[use.phase][use.component] = use.passes
-            graph.retain(use, asked.guided)
-        (swept,) = stage.warmup.sweep().runs
+            stage.retain(use, asked.guided)
+        (swept,) = stage.sweep().runs
         stage.check_integrity()
-    return Rehearsal(phases, swept.output, before, anatomy(pipeline.components))
+    return Rehearsal(phases, swept.output.value, before, anatomy(pipeline.components))
 
 
 # phase -> component -> passes of two steps
@@ -204,7 +204,7 @@ def test_a_shape_that_the_pipeline_refuses_is_a_shape_error_of_the_warmup(name, 
         staged_pipeline(tiny(name), [refused]) as stage,
         pytest.raises(ShapeError) as caught,
     ):
-        stage.warmup.discover()
+        stage.discover()
     assert caught.value.hint
 
 

@@ -1,14 +1,15 @@
 import os
 import subprocess
 import sys
+from functools import cache
 
 import psutil
 import pytest
 import torch
 
 from residency.offload.errors import InputError, ShapeError, UnknownNameError
-from residency.offload.simulated.virtual import is_virtual
-from residency.phases.family import Family, families, find_family
+from residency.offload.simulated.storage import is_virtual
+from residency.phases.diffusers.families import Family, families, find_family
 from residency.phases.shape import Shape
 
 MIB = 2**20
@@ -51,6 +52,13 @@ FULL = {
         "vae": (0.473, {}),
     },
 }
+
+
+@cache
+def full(name):
+    """A full-scale pipeline's parts. For tests that only look: each takes half a second."""
+    family = find_family(name)
+    return parts(family, family.build())
 
 
 def weight_bytes(module):
@@ -97,9 +105,8 @@ def test_the_families_are_the_four_that_were_measured():
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_scale_pipeline_weighs_what_the_real_one_does(name):
     find_family(name, tiny=True).build()  # imports what it takes
-    family = find_family(name)
     before = psutil.Process().memory_info().rss
-    built = parts(family, family.build())
+    built = full(name)
     assert psutil.Process().memory_info().rss - before < 100 * MIB
     assert built.keys() == FULL[name].keys()
     for component, (gib, groups) in FULL[name].items():
@@ -112,13 +119,12 @@ def test_a_full_scale_pipeline_weighs_what_the_real_one_does(name):
 
 
 def test_the_text_encoder_of_qwen_image_21_has_66_groups():
-    encoder = find_family("qwen-image-2.1").build().text_encoder
+    encoder = full("qwen-image-2.1")["text_encoder"]
     assert [len(group) for group in layer_groups(encoder).values()] == [27, 3, 36]
 
 
 def test_virtual_parameters_are_marked_and_buffers_hold_real_values():
-    family = find_family("qwen-image-2.1")
-    built = parts(family, family.build()).values()
+    built = full("qwen-image-2.1").values()
     assert all(is_virtual(parameter) for part in built for parameter in part.parameters())
     buffers = [buffer for part in built for buffer in part.buffers()]
     assert buffers
@@ -127,18 +133,18 @@ def test_virtual_parameters_are_marked_and_buffers_hold_real_values():
 
 
 @pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize("tiny", [False, True])
-def test_a_pipeline_is_built_for_inference(name, tiny):
-    family = find_family(name, tiny=tiny)
-    built = parts(family, family.build()).values()
+@pytest.mark.parametrize("scale", ["tiny", "full"])
+def test_a_pipeline_is_built_for_inference(name, scale):
+    family = find_family(name, tiny=True)
+    built = (full(name) if scale == "full" else parts(family, family.build())).values()
     assert not any(part.training for part in built)
     assert not any(parameter.requires_grad for part in built for parameter in part.parameters())
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_a_tiny_pipeline_has_the_layer_groups_of_the_full_one(name):
-    tiny, full = find_family(name, tiny=True), find_family(name)
-    small, large = parts(tiny, tiny.build()), parts(full, full.build())
+    tiny = find_family(name, tiny=True)
+    small, large = parts(tiny, tiny.build()), full(name)
     assert small.keys() == large.keys()
     for component in small:
         assert layer_groups(small[component]).keys() == layer_groups(large[component]).keys()
@@ -154,12 +160,13 @@ def test_a_tiny_pipeline_weighs_a_few_megabytes_and_no_weight_is_virtual(name):
     assert not any(is_virtual(parameter) for part in built for parameter in part.parameters())
 
 
-@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("scale", ["tiny", "full"])
 @pytest.mark.parametrize(
     ("name", "component"), [("flux.1-dev", "text_encoder_2"), ("wan2.1-t2v-14b", "text_encoder")]
 )
-def test_a_t5_encoder_keeps_its_embedding_tied(name, component, tiny):
-    encoder = getattr(find_family(name, tiny=tiny).build(), component)
+def test_a_t5_encoder_keeps_its_embedding_tied(name, component, scale):
+    family = find_family(name, tiny=True)
+    encoder = (full(name) if scale == "full" else parts(family, family.build()))[component]
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
@@ -184,7 +191,7 @@ def test_building_leaves_the_generator_and_the_default_dtype_as_they_were(tiny):
 def test_building_prints_nothing():
     """In a process of its own, since the libraries hold on to the first stderr that they see."""
     done = in_a_new_process(
-        "from residency.phases.family import families, find_family\n"
+        "from residency.phases.diffusers.families import families, find_family\n"
         "for name in families():\n"
         "    find_family(name).build(), find_family(name, tiny=True).build()"
     )
@@ -246,7 +253,7 @@ def test_a_missing_library_is_named_with_what_installs_it(library, monkeypatch):
 
 def test_finding_a_family_imports_neither_torch_nor_diffusers():
     program = (
-        "import sys; from residency.phases.family import find_family, families\n"
+        "import sys; from residency.phases.diffusers.families import find_family, families\n"
         "for name in families(): find_family(name)\n"
         "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)"
     )

@@ -2,8 +2,7 @@ import networkx as nx
 import pytest
 
 from residency.offload.errors import PhaseError
-from residency.phases.graph import Phase, PhaseGraph
-from residency.phases.use import ComponentUse
+from residency.phases.graph import ComponentUse, Phase, PhaseGraph
 
 
 def graph(text):
@@ -93,41 +92,6 @@ def test_the_gaps_of_a_component_and_its_phases_fill_the_cycle():
         assert {each.next_use.phase for each in gaps} == {each.phase for each in uses}
 
 
-def test_retaining_sets_only_that_use():
-    phases = graph("a:x b:y c:x")
-    before = list(phases.uses)
-    phases.retain(before[0], True)
-    assert [each.retain_resident_layers for each in phases.uses] == [True, False, False]
-    assert phases.is_retained(before[0])
-    assert not phases.is_retained(before[2])
-    phases.retain(before[0], False)
-    assert list(phases.uses) == before
-
-
-def test_retaining_an_earlier_value_of_a_use_leaves_its_passes_as_they_are():
-    phases = graph("a:x b:y")
-    earlier = use(phases, "a", "x")
-    phases.expect({("a", "x"): 7})
-    phases.retain(earlier, True)
-    assert use(phases, "a", "x") == ComponentUse("a", "x", 7, True)
-
-
-def test_expecting_sets_only_passes():
-    phases = graph("a:x b:y c:x")
-    phases.retain(use(phases, "a", "x"), True)
-    phases.expect({("a", "x"): 4, ("b", "y"): 2})
-    assert phases.passes == {("a", "x"): 4, ("b", "y"): 2, ("c", "x"): 1}
-    assert phases.is_retained(use(phases, "a", "x"))
-
-
-def test_passes_can_be_expected_again():
-    phases = graph("a:x b:y")
-    before = phases.passes
-    phases.expect({("a", "x"): 4})
-    phases.expect(before)
-    assert phases.passes == before == {("a", "x"): 1, ("b", "y"): 1}
-
-
 @pytest.mark.parametrize(
     ("since", "component", "phase"),
     [
@@ -162,8 +126,6 @@ def test_no_phases_are_an_error():
 
 def test_graphs_are_alike_whose_phases_use_the_same_components():
     phases, other = graph("a:x b:y,z"), graph("a:x b:y,z")
-    other.expect({("a", "x"): 9})
-    other.retain(use(other, "a", "x"), True)
     assert phases.is_like(other)
 
 

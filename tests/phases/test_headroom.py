@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from residency.phases.headroom import Headroom
+from residency.phases.graph import Headroom
 from residency.phases.shape import Shape
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from residency.offload.errors import ShapeError
-from residency.phases.family import families, find_family
-from residency.phases.requests import request, run
+from residency.phases.diffusers.families import families, find_family
+from residency.phases.diffusers.request import request, run
 from residency.phases.shape import Shape
 
 UNGUIDED, GUIDED = 1.0, 3.0

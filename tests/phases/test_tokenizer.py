@@ -2,8 +2,13 @@ import pytest
 import torch
 
 from residency.offload.errors import InputError
-from residency.phases.family import families, find_family
-from residency.phases.tokenizer import StubProcessor, StubTokenizer, TokenizerSpec
+from residency.phases.diffusers.families import (
+    StubProcessor,
+    StubTokenizer,
+    TokenizerSpec,
+    families,
+    find_family,
+)
 
 T5 = TokenizerSpec(vocabulary=1000, end_token=1, model_max_length=512)
 QWEN = TokenizerSpec(vocabulary=1000, template_tokens=34, model_max_length=4096)

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from residency.phases.component import Component
+from residency.phases.diffusers.watch import Call, phases, watch
 from residency.phases.graph import PhaseGraph
-from residency.phases.watch import Call, phases, watch
 
 X = torch.ones(1, WIDTH)
 

@@ -8,12 +8,16 @@ import pytest
 
 from residency.offload.cards import custom_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.declaration import Declaration, declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
+from residency.phases.component import Declaration, declare
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.undo import Residue
 from residency.phases.shape import Shape
-from residency.planner.pricing import Pricing
-from residency.planner.settings import Settings
+from residency.planner.choosing.prices import Pricing
+from residency.planner.loop import Outcome, run_loop
+from residency.planner.proof import Settings
+from residency.planner.verdict import ignore
 
 GIB = 1 << 30
 
@@ -25,14 +29,26 @@ class Bench:
     declarations: dict[str, Declaration]
     shape: Shape
 
+    def host(self, pipeline=None, **changed) -> DiffusersHost:
+        """`changed`: `shapes`, and what else a host is told."""
+        given = {"shapes": (self.shape,), "declarations": self.declarations} | changed
+        shapes, declarations = given.pop("shapes"), given.pop("declarations")
+        device = given.pop("device", self.card)
+        return DiffusersHost(pipeline or self.pipeline, device, shapes, declarations, **given)
+
     def settings(self, **changed) -> Settings:
-        given = {
-            "shapes": (self.shape,),
-            "declarations": self.declarations,
-            "margin_bytes": 0,
-            "pricing": Pricing(1e9, "assumed"),
-        }
+        given = {"margin_bytes": 0, "pricing": Pricing(1e9, "assumed")}
         return Settings(**{**given, **changed})
+
+    def loop(self, *, listen=ignore, **changed) -> Outcome:
+        """`changed`: of the host, and of the settings."""
+        of_host = {key: changed.pop(key) for key in {*OF_HOST} & changed.keys()}
+        settings = self.settings(**changed)
+        of_host.setdefault("host_bytes", settings.pricing.host_budget_bytes)
+        return run_loop(self.host(**of_host), settings, listen=listen)
+
+
+OF_HOST = ("pipeline", "device", "shapes", "declarations", "sized", "prefetch", "host_bytes")
 
 
 def tiny(family: str) -> DiffusersPipeline:
@@ -48,8 +64,10 @@ def bench(
     resident_layers: str = "0.5",
     guidance: float = 1.0,
     pipeline: DiffusersPipeline | None = None,
+    others_bytes: int = 0,
+    context_bytes: int = 0,
 ) -> Iterator[Bench]:
-    """Everything but the VAE layerwise; the exact allocator, no context."""
+    """Everything but the VAE layerwise; the exact allocator."""
     pipeline = pipeline or tiny(family)
     residency = {"dit": "layerwise-offload", "text_encoder": "layerwise-offload"}
     declarations = declare(
@@ -57,8 +75,17 @@ def bench(
     )
     size = find_family(family, tiny=True).request
     shape = Shape(size.width, size.height, size.frames, tokens=size.tokens, guidance=guidance)
-    with SimulatedCard(custom_card(capacity_bytes), allocator="exact", context_bytes=0) as card:
-        yield Bench(card, pipeline, declarations, shape)
+    with SimulatedCard(
+        custom_card(capacity_bytes),
+        allocator="exact",
+        context_bytes=context_bytes,
+        others_bytes=others_bytes,
+    ) as card:
+        residue = Residue(pipeline)  # what requests leave on a pipeline may be on the card
+        try:
+            yield Bench(card, pipeline, declarations, shape)
+        finally:
+            residue.restore()
 
 
 FAMILIES = ("qwen-image-2.1", "qwen-image", "flux.1-dev", "wan2.1-t2v-14b")

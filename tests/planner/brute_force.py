@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from residency.planner.choosing.choice import most_seconds
-from residency.planner.choosing.instance import Choice, Instance, exceeds
-from residency.planner.choosing.order import Order
-from residency.planner.choosing.part import (
+from residency.planner.choosing.block import mode_rank
+from residency.planner.choosing.choose import most_seconds
+from residency.planner.choosing.model import (
+    Choice,
+    Instance,
     Part,
     PartChoice,
     Place,
     allows,
     copy_seconds,
+    exceeds,
     part_bytes,
 )
+from residency.planner.choosing.program import MODE_WEIGHT, Order
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Best:
 
 
 def part_choices(part: Part) -> Iterator[PartChoice]:
-    """The whole space of a part, pins kept."""
+    """The whole space of a part, what is fixed kept."""
     counts = [product(*(range(layers.count + 1) for layers in part.classes)) for _ in part.uses]
     tables = [*product(*counts)]
     for resident, retained in product(tables, tables):
@@ -90,7 +93,7 @@ def best(instance: Instance) -> Best | None:
     host = min(instance.host_bytes(choice) for choice, _ in left)
     left = [each for each in left if instance.host_bytes(each[0]) == host]
     order = Order(instance)
-    last = min(seconds + order.penalty_s(choice) for choice, seconds in left)
+    last = min(seconds + penalty_s(order, choice) for choice, seconds in left)
     return Best(best_s, held, host, last)
 
 
@@ -108,3 +111,14 @@ def shortest(instance: Instance) -> float:
         ]
         least = min(least, max(lacks))
     return least
+
+
+def penalty_s(order: Order, choice) -> float:
+    """What the fixed order that breaks ties weighs against `choice`."""
+    total = 0
+    for part, chosen, weights in zip(order.instance.parts, choice, order.weights(), strict=True):
+        tables = (chosen.retains, *chosen.resident, *chosen.retained)
+        counts = (int(each) for table in tables for each in table)
+        total += MODE_WEIGHT * mode_rank(part, chosen.mode)
+        total += sum(w * count for w, count in zip(weights, counts, strict=True))
+    return total * order.unit_s

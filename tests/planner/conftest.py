@@ -1,7 +1,7 @@
 import gc
 
 import pytest
-from settling import Program, Settling
+from settling import Settling
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,12 +16,10 @@ def _what_is_imported_is_no_garbage():
 
 @pytest.fixture(scope="session")
 def settling(tmp_path_factory):
-    """Makes servers whose starts are processes of their own."""
-    program = Program()
-    try:
-        yield Settling(program, tmp_path_factory.mktemp("settling"))
-    finally:
-        program.close()
+    """Makes servers, whose starts are here or in processes of their own."""
+    made = Settling(tmp_path_factory.mktemp("settling"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from residency.planner.choosing.instance import Instance, Room
-from residency.planner.choosing.part import LayerClass, Mode, Part, Pins, UseSpan
+from residency.planner.choosing.model import Fixed, Instance, LayerClass, Mode, Part, Room, UseSpan
 
 PAGEABLE = Mode(1, False, 0.02, 0)
 
@@ -17,7 +16,7 @@ def part(
     passes: int = 4,
     rest_bytes: int = 0,
     modes: tuple[Mode, ...] = (PAGEABLE,),
-    pins: Pins | None = None,
+    fixed: Fixed | None = None,
     component: str = "dit",
 ) -> Part:
     """Used in one phase, which is a place; `classes` are counts and bytes."""
@@ -28,7 +27,7 @@ def part(
         tuple(LayerClass(f"g{i}", n, size, size, (True,)) for i, (n, size) in enumerate(classes)),
         (UseSpan(f"phase{phase}", (phase,), (passes,), passes, _others(phase, places), 1.0),),
         modes,
-        pins or Pins(),
+        fixed or Fixed(),
     )
 
 
@@ -84,16 +83,16 @@ def _parts(draw: st.DrawFn, component: str, phases: int, shapes: int, *, large: 
     )
     uses = tuple(draw(_spans(used, i, phases, shapes)) for i in range(len(used)))
     counts = st.tuples(*(st.integers(0, layers.count) for layers in classes))
-    pins = Pins()
+    fixed = Fixed()
     if draw(st.integers(0, 3)) == 0:
-        pins = Pins(
+        fixed = Fixed(
             draw(st.none() | counts),
             draw(st.none() | counts),
             draw(st.none() | st.booleans()),
             draw(st.none() | st.sampled_from(modes)),
         )
     rest_bytes = draw(st.sampled_from((0, 0, 5, 10)))
-    return Part(component, rest_bytes, draw(st.integers(0, 10)), classes, uses, modes, pins)
+    return Part(component, rest_bytes, draw(st.integers(0, 10)), classes, uses, modes, fixed)
 
 
 @st.composite

@@ -4,18 +4,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from residency.phases.identity import AdapterPrint, ComponentPrint, DeclarationPrint, LibraryPrint
+from residency.phases.schedule import Hold, Schedule
+from residency.planner.fingerprint import CardPrint, Fingerprint
 from residency.planner.journal.journal import Journal, Run
-from residency.planner.journal.process import ProcessRecord
-from residency.planner.journal.record import CandidateRecord, JournalRecord, Kind, UseRecord
-from residency.planner.plan import Verdict
-from residency.planner.planfile.fingerprint import (
-    AdapterPrint,
-    CardPrint,
-    ComponentPrint,
-    DeclarationPrint,
-    Fingerprint,
-    LibraryPrint,
-)
+from residency.planner.journal.record import JournalRecord, Kind, ProcessRecord
+from residency.planner.verdict import Verdict
 
 FINGERPRINT = Fingerprint(
     card=CardPrint(name="NVIDIA GeForce RTX 5090", uuid="GPU-5090", total_bytes=33_715_093_504),
@@ -67,28 +61,24 @@ DIGEST = FINGERPRINT.digest
 OTHER = FINGERPRINT.model_copy(update={"driver": "580.95"})
 
 
-def candidate(layers: Iterable[int] = (), component: str = "text_encoder") -> CandidateRecord:
+def candidate(layers: Iterable[int] = (), component: str = "text_encoder") -> Schedule:
     """Retains `layers` of a component, and of another one nothing."""
     held = tuple(layers)
-    return CandidateRecord(
+    return Schedule(
         uses=(
-            UseRecord(
+            Hold(
                 phase="text_encode",
                 component=component,
-                passes=1,
                 retain_resident_layers=bool(held),
-                sized=True,
                 resident_set=held,
                 retained_set=held,
                 prefetch=1,
                 pinned=True,
             ),
-            UseRecord(
+            Hold(
                 phase="denoise",
                 component="transformer",
-                passes=50,
                 retain_resident_layers=False,
-                sized=False,
                 resident_set=(0, 1, 2),
                 retained_set=(),
                 prefetch=1,
@@ -105,7 +95,7 @@ def opened(folder: Path) -> Journal:
     return Journal.open(folder / "journal.jsonl")
 
 
-def refute(run: Run, attempt: int, tried: CandidateRecord) -> None:
+def refute(run: Run, attempt: int, tried: Schedule) -> None:
     """As the loop does it where a candidate runs out of memory."""
     run.intent(attempt, tried)
     run.applied(attempt)
@@ -113,7 +103,7 @@ def refute(run: Run, attempt: int, tried: CandidateRecord) -> None:
     run.rolled_back(attempt)
 
 
-def commit(run: Run, attempt: int, tried: CandidateRecord) -> None:
+def commit(run: Run, attempt: int, tried: Schedule) -> None:
     run.intent(attempt, tried)
     run.applied(attempt)
     run.verdict(attempt, Verdict.ACCEPTED)
@@ -136,7 +126,7 @@ def written(folder: Path) -> bytes:
 
 def record(kind: Kind, run: str = "a", attempt: int | None = 1, **others: object) -> JournalRecord:
     values: dict[str, object] = {
-        "format_version": 1,
+        "format_version": 2,
         "kind": kind,
         "run": run,
         "attempt": attempt,

@@ -1,7 +1,13 @@
-"""Starts of one server after another, in processes of their own, and what must hold after each."""
+"""Starts of one server after another, and what must hold after each.
+
+A start is run here, in the test's own process, unless it is to end before its time. What one that
+was killed leaves is the journal up to the record at which it was killed (see
+`test_what_a_kill_leaves_are_the_records_before_it`), so `Server.cut` makes it without a process.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,18 +20,42 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from residency.planner.journal.record import JournalRecord, Kind
+import settling_program
 
 T = TypeVar("T")
+Record = dict[str, Any]
+"""A line of a journal."""
 
-PROGRAM = Path(__file__).with_name("settling_program.py")
+PROGRAM = Path(settling_program.__file__)
 ENDS_S = 130
 """Longer than the program lets a start live."""
+
+
+class Runner(Protocol):
+    def start(self, told: Path, **job: object) -> None: ...
+
+    @property
+    def runs(self) -> bool: ...
+
+
+class Here:
+    """One pipeline in this process, which is as it was given after each start."""
+
+    runs = True
+
+    def __init__(self) -> None:
+        self.pipeline = settling_program.built()
+        gc.collect()
+        gc.freeze()  # each rollback collects garbage, and this is none
+
+    def start(self, told: Path, **job: Any) -> None:
+        settling_program.Start(settling_program.Job(told=str(told), **job), self.pipeline).run()
 
 
 class Program:
@@ -42,13 +72,12 @@ class Program:
         )
         self._lock = threading.Lock()
 
-    def start(self, told: Path, **job: object) -> Start:
+    def start(self, told: Path, **job: object) -> None:
         pipe = self._process.stdin
         assert pipe is not None
         with self._lock:
             pipe.write(json.dumps({"told": str(told), **job}) + "\n")
             pipe.flush()
-        return Start(self, told)
 
     @property
     def runs(self) -> bool:
@@ -65,8 +94,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Start:
-    program: Program
+    program: Runner
     told: Path
+    records_before: int = 0
+    """What the journal had when it began."""
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.told.exists():
@@ -100,27 +131,37 @@ class Start:
         return status
 
     @property
-    def settling_s(self) -> float:
-        """How long it took until it was settled."""
-        lasted: float = self.settled["at"] - self.wait_for("begun")["at"]
-        return lasted
-
-    @property
     def settled(self) -> dict[str, Any]:
         (settled,) = self.all_of("settled")
         return settled
 
 
 class Settling:
-    """Makes servers. Each is started by the same program."""
+    """Makes servers."""
 
-    def __init__(self, program: Program, folder: Path) -> None:
-        self.program = program
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._numbers = count(1)
-        start = program.start(folder / "told", mode="off")
-        assert start.ended() == 0, start.lines()
-        self.image: str = start.all_of("served")[0]["image"]
+
+    @cached_property
+    def here(self) -> Here:
+        return Here()
+
+    @cached_property
+    def program(self) -> Program:
+        return Program()
+
+    @cached_property
+    def image(self) -> str:
+        """What is served with nothing retained."""
+        start = Start(self.here, self.folder / "told")
+        self.here.start(start.told, mode="off")
+        image: str = start.all_of("served")[0]["image"]
+        return image
+
+    def close(self) -> None:
+        if "program" in self.__dict__:
+            self.program.close()
 
     def server(self, *, like: Server | None = None, **changed: object) -> Server:
         """A new one, or one with the journal and the plan of another. `changed` is what each of its
@@ -130,92 +171,115 @@ class Settling:
             folder.mkdir()
         else:
             shutil.copytree(like.folder, folder)
-        return Server(self.program, folder, folder / "journal", self.image, changed)
+        return Server(self, folder, folder / "journal", changed)
 
 
 @dataclass
 class Server:
     """One server, which is started again and again with the same journal."""
 
-    program: Program
+    settling: Settling
     folder: Path
     journal: Path
-    image: str
-    """What it has to serve."""
     changed: dict[str, object]
     starts: list[Start] = field(default_factory=list)
 
-    def start(self, **job: object) -> Start:
-        """`job`: see the program."""
+    @property
+    def plan_file(self) -> Path:
+        return Path(f"{self.journal}.plan.json")
+
+    def start(self, *, apart: bool = False, **job: object) -> Start:
+        """`job`: see the program. A start here is over when this returns; one `apart`, in a process
+        of its own, has begun."""
+        runner = self.settling.program if apart else self.settling.here
         told = self.folder / f"start-{token_hex(4)}"
-        start = self.program.start(told, **({"journal": str(self.journal)} | self.changed | job))
+        before = self.journal.read_bytes().count(b"\n") if self.journal.exists() else 0
+        start = Start(runner, told, before)
+        runner.start(told, **({"journal": str(self.journal)} | self.changed | job))
         self.starts.append(start)
         return start
 
     def killed(self, **job: object) -> Start:
-        """A start that kills itself."""
-        start = self.start(**job)
+        """A start in a process of its own that kills itself."""
+        start = self.start(apart=True, **job)
         assert start.ended() == -signal.SIGKILL, start.lines()
         self.check_journal()
         return start
 
-    def boots(self, **job: object) -> Start:
+    def cut(self, records: int, torn: bytes = b"") -> None:
+        """As if the start that wrote the next record had been killed at it, before it had written
+        more of it than `torn`. The plan file comes between what is committed and the end."""
+        lines = self.journal.read_bytes().splitlines(keepends=True)
+        self.journal.write_bytes(b"".join(lines[:records]) + torn)
+        wrote_plan = any(json.loads(line)["kind"] == "end" for line in lines[:records])
+        if not wrote_plan and not (torn and json.loads(lines[records])["kind"] == "end"):
+            self.plan_file.unlink(missing_ok=True)
+        self.starts.clear()
+
+    def boots(self, *, apart: bool = False, **job: object) -> Start:
         """A start that serves one request as it has to, and puts all back."""
         left = open_attempts(self.records())
-        start = self.start(**job)
-        assert start.ended() == 0, start.lines()
+        start = self.start(apart=apart, **job)
+        if apart:
+            assert start.ended() == 0, start.lines()
         self.check_journal()
         assert not open_attempts(self.records())
-        crashes = [each for each in self.records() if each.kind is Kind.CRASH]
-        assert left <= {(each.run, each.attempt) for each in crashes}
+        crashes = {
+            (each["run"], each["attempt"]) for each in self.records() if each["kind"] == "crash"
+        }
+        assert left <= crashes
         settled = start.settled
         retains = bool(settled["retained"])
         assert settled["status"] == ("committed" if retains else "baseline_only"), settled
         assert committed(self.run_of(start)) == retains, settled
-        served = start.all_of("served")
-        assert {each["image"] for each in served} == {self.image}
-        assert all(each["allocated"] > 0 for each in served)
+        self.check_served(start)
         self.check_put_back(start)
         return start
 
-    def raises(self, error: str, **job: object) -> dict[str, Any]:
+    def raises(self, error: str, *, apart: bool = False, **job: object) -> dict[str, Any]:
         """A start that ends with an error, and puts all back. What was raised."""
-        start = self.start(**job)
-        assert start.ended() == 0, start.lines()
+        start = self.start(apart=apart, **job)
+        if apart:
+            assert start.ended() == 0, start.lines()
         (raised,) = start.all_of("raised")
         assert raised["error"] == error
         self.check_put_back(start)
         self.check_journal()
         return raised
 
+    def check_served(self, start: Start) -> None:
+        served = start.all_of("served")
+        assert {each["image"] for each in served} == {self.settling.image}
+        assert all(each["allocated"] > 0 for each in served)
+
     @staticmethod
     def check_put_back(start: Start) -> None:
         (back,) = start.all_of("put back")
         assert (back["differences"], back["allocated"]) == ([], 0)
 
-    def records(self) -> list[JournalRecord]:
+    def records(self) -> list[Record]:
         """Of the whole lines: the last may be torn."""
         if not self.journal.exists():
             return []
         *lines, _ = self.journal.read_bytes().split(b"\n")
-        return [JournalRecord.model_validate_json(line) for line in lines]
+        return [json.loads(line) for line in lines]
 
     def kinds(self) -> list[str]:
-        return [each.kind for each in self.records()]
+        return [each["kind"] for each in self.records()]
 
-    def crashed(self) -> set[str]:
-        """The keys of candidates that are recorded as crashes."""
-        return {each.candidate.key for each in self.records() if each.kind is Kind.CRASH}
+    def crashed(self) -> list[str]:
+        """What is recorded as a crash: candidates as they are written down."""
+        return [key(each) for each in self.records() if each["kind"] == "crash"]
 
-    def run_of(self, start: Start) -> list[JournalRecord]:
-        """What a start wrote."""
-        pid = start.wait_for("begun")["pid"]
-        return [each for each in self.records() if each.process.pid == pid]
+    def run_of(self, start: Start) -> list[Record]:
+        """What a start wrote; of the last one only, or of one that was over when the next began."""
+        later = [each.records_before for each in self.starts if each is not start]
+        until = min((n for n in later if n > start.records_before), default=None)
+        return self.records()[start.records_before : until]
 
     def tried(self, start: Start) -> list[str]:
-        """The candidates that a start announced, by their keys."""
-        records = self.run_of(start)
-        return [each.candidate.key for each in records if each.kind is Kind.INTENT]
+        """The candidates that a start announced."""
+        return [key(each) for each in self.run_of(start) if each["kind"] == "intent"]
 
     def check_journal(self) -> None:
         """No record that was promised is lost, and no candidate that ended a process was announced
@@ -226,33 +290,48 @@ class Server:
                 assert promised["line"].strip() in lines, f"lost: {promised}"
         crashed: set[str] = set()
         for record in self.records():
-            if record.kind is Kind.CRASH:
-                crashed.add(record.candidate.key)
-            if record.kind is Kind.INTENT:
-                assert record.candidate.key not in crashed, f"tried again: {record}"
+            if record["kind"] == "crash":
+                crashed.add(key(record))
+            if record["kind"] == "intent":
+                assert key(record) not in crashed, f"tried again: {record}"
 
 
-def open_attempts(records: Iterable[JournalRecord]) -> set[tuple[str, int]]:
+def key(record: Record) -> str:
+    """The candidate that a record is about. How often a component is called is no part of it."""
+    uses = [
+        {name: what for name, what in use.items() if name != "passes"}
+        for use in record["candidate"]["uses"]
+    ]
+    return json.dumps(uses, sort_keys=True)
+
+
+def said(record: Record) -> Record:
+    """What a record says, whoever wrote it and when."""
+    return {name: what for name, what in record.items() if name not in ("run", "process", "time")}
+
+
+def open_attempts(records: Iterable[Record]) -> set[tuple[str, int]]:
     """Those that were announced and came to nothing, by run and number."""
     left: set[tuple[str, int]] = set()
     for record in records:
-        at = record.run, record.attempt
-        refuted = record.kind is Kind.VERDICT and record.verdict != "accepted"
-        if record.kind is Kind.INTENT:
+        at = record["run"], record["attempt"]
+        refuted = record["kind"] == "verdict" and record["verdict"] != "accepted"
+        if record["kind"] == "intent":
             left.add(at)
-        elif refuted or record.kind in (Kind.ROLLED_BACK, Kind.COMMITTED, Kind.CRASH):
+        elif refuted or record["kind"] in ("rolled_back", "committed", "crash"):
             left.discard(at)
     return left
 
 
-def committed(records: Sequence[JournalRecord]) -> bool:
+def committed(records: Sequence[Record]) -> bool:
     """Whether the last that was said of a candidate is that it was committed."""
-    kinds = [each.kind for each in records if each.kind not in (Kind.BEGIN, Kind.END)]
-    return kinds[-1:] == [Kind.COMMITTED]
+    kinds = [each["kind"] for each in records if each["kind"] not in ("begin", "end")]
+    return kinds[-1:] == ["committed"]
 
 
 def each_of(cases: Iterable[T], check: Callable[[T], None]) -> None:
-    """`check` each, as many at once as there are processors."""
+    """`check` each, as many at once as there are processors: for starts apart alone, since one
+    card is here."""
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
         done = [(case, pool.submit(check, case)) for case in cases]
         for case, each in done:

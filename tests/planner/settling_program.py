@@ -1,4 +1,4 @@
-"""Starts of a server, each in a process of its own, for tests that end them.
+"""Starts of a server: in the test's own process, or in processes that end before their time.
 
     settling_program.py     reads lines of JSON, each a start (see `Job`), and begins each at once
 
@@ -23,26 +23,28 @@ from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pipeline_image import image_of
 
 from residency.offload.cards import custom_card
 from residency.offload.errors import ResidencyError
-from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.faults import driver_error
+from residency.offload.simulated.card import SimulatedCard, driver_error
 from residency.phases import limit as limits
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import Family, find_family
+from residency.phases.diffusers.families import Family, find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.undo import Residue
 from residency.phases.limit import Limit
 from residency.phases.shape import Shape
 from residency.planner import Options, Settlement, settle
-from residency.planner.event import Event, Step
 from residency.planner.journal.journal import Journal
-from residency.planner.journal.record import JournalRecord
+from residency.planner.verdict import Event, Step
 
 LIVES_S = 120
 """No start lives longer, whatever becomes of the test."""
+CALLS = 40
+"""Fewer than it takes to apply a candidate, or to roll it back."""
 SHAPE = "32x32:tokens=16,guidance=1"
 
 
@@ -54,17 +56,19 @@ class Job:
     appends: int = 0
     """At so many records, counted from 1, something happens."""
     where: str = "after"
-    """The process is killed `before` the record is written, in the middle of it (`torn`), or
-    `after` it is durable. `sigint`: there is one before. `full`: the disk is, in the middle of it
-    and from then on."""
+    """The process is killed `before` the record is written, in the middle of it (`torn`), `after`
+    it is durable, at the first `allocation` behind it, or some `calls` of functions later.
+    `sigint`: there is one before. `full`: the disk is, in the middle of it and from then on."""
+    allocation: int = 0
+    """The process is killed at so many allocations, counted from 1."""
     refuted: bool = False
     """The first candidate fails in its sweep."""
     act: str = ""
     """What happens in the first sweep of a candidate: see `Acts`."""
     at: str = ""
     """The step, by name, at whose first event there is a SIGINT."""
-    requests: float | None = None
-    """A limit leaves the time of so many requests from the first candidate on."""
+    limit_s: float | None = None
+    """What is left from the first candidate on."""
     options: dict[str, Any] = field(default_factory=dict)
     serving: bool = False
     """It serves until it is killed."""
@@ -92,11 +96,11 @@ class Start:
     pipeline: DiffusersPipeline
     limit: Limit = field(default_factory=Limit)
     stack: ExitStack = field(default_factory=ExitStack)
-    request_s: float = 0.0
-    """What one took when the phases were discovered."""
+    """What is patched, until the start is over."""
     has_tried: bool = False
     is_armed: bool = False
     appended: int = 0
+    allocations: int = 0
     seen: set[Step] = field(default_factory=set)
 
     def tell(self, what: str, **said: object) -> None:
@@ -108,8 +112,8 @@ class Start:
     def run(self) -> None:
         card = SimulatedCard(custom_card(1 << 30), allocator="exact", context_bytes=0)
         before = image_of(self.pipeline.pipeline)
-        self._patch()
-        with card:
+        with self.stack, card:
+            self._patch(card)
             self.tell("begun", pid=os.getpid())
             try:
                 settlement = settle(
@@ -123,7 +127,6 @@ class Start:
                     listen=lambda event: self._listen(event, card),
                 )
             except (ResidencyError, KeyboardInterrupt) as error:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 said = error.message if isinstance(error, ResidencyError) else ""
                 self.tell("raised", error=type(error).__name__, message=said)
             else:
@@ -135,10 +138,10 @@ class Start:
                     verified=settlement.verified,
                     warnings=settlement.warnings,
                     verdicts=[each.verdict for each in settlement.plan.attempts],
-                    fingerprint=settlement.plan.fingerprint.digest,
                     retained=sorted(
                         use.component for use in settlement.plan.uses if use.retain_resident_layers
                     ),
+                    allocations=self.allocations,
                 )
                 self._serve(settlement, card)
                 while self.job.serving:
@@ -162,57 +165,46 @@ class Start:
 
     def _serve(self, settlement: Settlement, card: SimulatedCard) -> None:
         shape = Shape.parse(SHAPE)
-        image = settlement.serve(shape, lambda: self.pipeline.run(shape).value.cpu())
+        residue = Residue(self.pipeline)  # what a request leaves on a pipeline is its own
+        try:
+            image = settlement.serve(shape, lambda: self.pipeline.run(shape).value.cpu())
+        finally:
+            residue.restore()
         digest = sha256(image.numpy().tobytes()).hexdigest()
         self.tell("served", image=digest, allocated=card.read().allocated_bytes)
 
     def _listen(self, event: Event, card: SimulatedCard) -> None:
         is_first = event.step not in self.seen
         self.seen.add(event.step)
-        if event.step is Step.DISCOVERING:
-            self.request_s = -time.monotonic()
-        if event.step is Step.MEASURING and is_first:
-            self.request_s += time.monotonic()
         self.tell("event", step=event.step.name, doing=event.doing)
         if event.step in (Step.TRYING, Step.VERIFYING) and not self.has_tried:
             self.has_tried = self.is_armed = True
-            if self.job.requests is not None:
-                self.stack.enter_context(self.limit.within(self.job.requests * self.request_s))
+            if self.job.limit_s is not None:
+                self.stack.enter_context(self.limit.within(self.job.limit_s))
             if self.job.refuted:
                 card.faults.at_copy(1, driver_error)
         if event.step.name == self.job.at and is_first:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         if event.step.name == self.job.waits_at and is_first:
+            self.tell("waiting", pid=os.getpid())
             time.sleep(LIVES_S)
 
-    def _patch(self) -> None:
-        """In this process alone: what is killed, and what hangs."""
-        append = Journal.append
-
-        def appending(journal: Journal, record: JournalRecord) -> None:
-            self.appended += 1
-            is_it = self.appended == self.job.appends
-            if is_it and self.job.where == "before":
-                _die()
-            if is_it and self.job.where == "sigint":
-                os.kill(os.getpid(), signal.SIGINT)
-            if is_it and self.job.where in ("torn", "full"):
-                self._tear(full=self.job.where == "full")
-            append(journal, record)
-            self.tell("appended", line=record.to_line().decode())
-            if is_it and self.job.where == "after":
-                _die()
-
-        Journal.append = appending  # type: ignore[method-assign]
+    def _patch(self, card: SimulatedCard) -> None:
+        """What is killed, and what hangs, while this start lasts."""
+        # Where the tests were started with `nohup`, SIGINT is ignored.
+        self.stack.callback(
+            signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)
+        )
+        self._replace(Journal, "append", self._appending(Journal.append))
+        self._replace(card, "allocate", self._allocating(card.allocate))
         if not self.job.act:
             return
-        act = getattr(Acts(self), self.job.act)
         parts = self.pipeline.pipeline.components
         if self.job.act == "hang_in_component":
             owner, name = type(parts["transformer"]), "forward"
         else:
             owner, name = type(parts["scheduler"]), "step"
-        method = getattr(owner, name)
+        method, act = getattr(owner, name), getattr(Acts(self), self.job.act)
 
         @wraps(method)
         def acting(*given: object, **named: object) -> object:
@@ -222,7 +214,42 @@ class Start:
                 act(lambda: method(*given, **named))
             return method(*given, **named)
 
-        setattr(owner, name, acting)
+        self._replace(owner, name, acting)
+
+    def _replace(self, owner: object, name: str, replaced: object) -> None:
+        self.stack.enter_context(patch.object(owner, name, replaced))
+
+    def _appending(self, append: Callable[..., None]) -> Callable[..., None]:
+        def appending(journal: Journal, record: object) -> None:
+            self.appended += 1
+            where = self.job.where if self.appended == self.job.appends else ""
+            if where == "before":
+                _die()
+            if where == "sigint":
+                signal.raise_signal(signal.SIGINT)
+            if where in ("torn", "full"):
+                self._tear(full=where == "full")
+            append(journal, record)
+            self.tell("appended", line=journal.path.read_text().splitlines()[-1])
+            if where == "after":
+                _die()
+            if where == "calls":
+                left = iter(range(CALLS))
+                sys.setprofile(lambda *event: None if next(left, None) is not None else _die())
+
+        return appending
+
+    def _allocating(
+        self, allocate: Callable[[int], Callable[[], None]]
+    ) -> Callable[[int], Callable[[], None]]:
+        def allocating(nbytes: int) -> Callable[[], None]:
+            self.allocations += 1
+            is_behind = self.job.where == "allocation" and self.appended == self.job.appends
+            if is_behind or self.allocations == self.job.allocation:
+                _die()
+            return allocate(nbytes)
+
+        return allocating
 
     def _tear(self, *, full: bool) -> None:
         write = os.write
@@ -241,7 +268,7 @@ class Start:
             torn_file = inode
             return written
 
-        os.write = torn
+        self._replace(os, "write", torn)
 
 
 @dataclass
@@ -251,7 +278,7 @@ class Acts:
     start: Start
 
     def sigint(self, method: Callable[[], object]) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     def sigterm(self, method: Callable[[], object]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -279,6 +306,7 @@ class Acts:
     def hang_in_component(self, method: Callable[[], object]) -> None:
         while True:
             method()
+            time.sleep(0.01)
 
     def hang_in_c(self, method: Callable[[], object]) -> None:
         time.sleep(10 * LIVES_S)
@@ -308,9 +336,13 @@ def supervise(job: Job, pipeline: DiffusersPipeline) -> None:
     start.tell("ended", status=os.waitstatus_to_exitcode(status))
 
 
-def serve() -> None:
+def built() -> DiffusersPipeline:
     made = family()
-    pipeline = DiffusersPipeline(made.build(), name=made.name, request=made.request)
+    return DiffusersPipeline(made.build(), name=made.name, request=made.request)
+
+
+def serve() -> None:
+    pipeline = built()
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,18 +1,18 @@
+from dataclasses import replace
+
 import pytest
 from bench_card import GIB, bench
 
 from residency.offload.cards import custom_card
-from residency.planner.account import account
-from residency.planner.loop import run_loop
+from residency.planner.account.account import account
 from residency.planner.plan import Plan, Reason, Status
 
 
 def planned(family: str, capacity_bytes: int = GIB, **settings) -> Plan:
     card = custom_card(capacity_bytes)
     with bench(family, capacity_bytes=capacity_bytes) as test:
-        given = test.settings(**settings)
-        outcome = run_loop(test.pipeline, test.card, given)
-        made = account(outcome, given, card)
+        outcome = test.loop(**settings)
+        made = account(outcome, test.settings(), card)
         if outcome.failure is None:
             outcome.close()
     return made
@@ -70,14 +70,11 @@ def test_a_baseline_that_does_not_fit_has_no_uses_and_says_why():
 def test_bytes_a_request_are_those_of_all_its_steps(family):
     made = planned(family)
     with bench(family) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        outcome = test.loop(measure_only=True)
         steps = test.pipeline.steps(test.shape)
-        conductor, graph = outcome.installation.conductor, outcome.installation.graph
-        passes = outcome.installation.warmup.passes(test.shape)
-        factor = steps // outcome.installation.warmup.steps(test.shape)
-        graph.expect({at: n * (factor if at[0] == "denoise" else 1) for at, n in passes.items()})
+        shape = replace(test.shape, steps=steps)
         for _ in range(2):
-            with conductor.request() as trace:
+            with outcome.host.request(shape, test.shape) as trace:
                 output = test.pipeline.run(test.shape)
             del output
         assert trace.transfers.h2d_bytes == made.h2d_bytes_per_request.baseline

@@ -4,21 +4,29 @@ import time
 from dataclasses import replace
 
 import pytest
-from brute_force import best, part_choices, shortest, size
+from brute_force import best, part_choices, penalty_s, shortest, size
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instances import PAGEABLE, instance, instances, part
 
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Choice, Instance
-from residency.planner.choosing.order import Order
-from residency.planner.choosing.part import LayerClass, Mode, Part, Pins, UseSpan, nothing_retained
+from residency.planner.choosing.choose import Chosen, choose
+from residency.planner.choosing.model import (
+    Choice,
+    Fixed,
+    Instance,
+    LayerClass,
+    Mode,
+    Part,
+    UseSpan,
+    nothing_retained,
+)
+from residency.planner.choosing.program import Order
 from residency.planner.choosing.unfit import Lack, Unfit
 
 PINNED = Mode(1, True, 0.01, 40)
 
 drawn = settings(
-    max_examples=300,
+    max_examples=200,
     derandomize=True,
     deadline=None,
     database=None,
@@ -47,7 +55,7 @@ def agrees(whole: Instance, found: Chosen | Unfit) -> None:
     assert found.best_s == pytest.approx(expected.best_s, rel=1e-9)
     assert found.held_bytes == whole.held_bytes(found.choice) == expected.held_bytes
     assert found.host_bytes == whole.host_bytes(found.choice) == expected.host_bytes
-    last = found.seconds + Order(whole).penalty_s(found.choice)
+    last = found.seconds + penalty_s(Order(whole), found.choice)
     assert last == pytest.approx(expected.seconds_and_order, rel=1e-9)
 
 
@@ -96,8 +104,13 @@ def test_a_larger_room_never_makes_a_request_slower(
 def test_the_start_has_no_say(whole: Instance, data: st.DataObject) -> None:
     found = choose(whole)
     assume(isinstance(found, Chosen))
+    assert isinstance(found, Chosen)
     start = tuple(data.draw(st.sampled_from([*part_choices(p)])) for p in whole.parts)
-    assert choose(whole, start=start) == choose(whole) == found
+    started = chosen_for(whole, start=start)
+    # How far the solver rounds the bound may depend on where it began.
+    assert started.bound_s == pytest.approx(found.bound_s, rel=1e-9, abs=1e-12)
+    assert replace(started, bound_s=found.bound_s) == found
+    assert choose(whole) == found
 
 
 def test_retaining_the_largest_block_shrinks_the_window() -> None:
@@ -116,8 +129,8 @@ def test_held_layers_leave_room_for_the_window() -> None:
 
 
 def test_the_last_streamed_layer_needs_one_buffer() -> None:
-    pins = Pins(resident=(9,))
-    whole = instance(part((10, 10), pins=pins), rooms=(100, 0))
+    fixed = Fixed(resident=(9,))
+    whole = instance(part((10, 10), fixed=fixed), rooms=(100, 0))
     assert whole.device_bytes(chosen_for(whole).choice, 0) == 100
 
 
@@ -198,29 +211,29 @@ def test_a_block_too_large_to_stream_is_no_reason_while_it_can_be_held() -> None
     assert str(found) == "phase0 at large is short by 10 bytes, whatever is held"
 
 
-def test_pins_that_do_not_fit_are_reported_and_not_changed() -> None:
-    found = choose(instance(part((4, 10), pins=Pins(resident=(3,))), rooms=(30, 0)))
+def test_what_is_fixed_and_do_not_fit_are_reported_and_not_changed() -> None:
+    found = choose(instance(part((4, 10), fixed=Fixed(resident=(3,))), rooms=(30, 0)))
     assert isinstance(found, Unfit)
     assert str(found) == (
         "phase0 at large is short by 10 bytes, even with everything streamed that isn't fixed"
     )
 
 
-def test_pins_that_contradict_themselves_are_reported() -> None:
-    for pins in (
-        Pins(resident=(5,)),
-        Pins(resident=(1,), retained=(2,), retains=True),
-        Pins(mode=PINNED),
+def test_what_is_fixed_and_contradict_themselves_are_reported() -> None:
+    for fixed in (
+        Fixed(resident=(5,)),
+        Fixed(resident=(1,), retained=(2,), retains=True),
+        Fixed(mode=PINNED),
     ):
-        found = choose(instance(part((4, 10), pins=pins), rooms=(100, 100)))
+        found = choose(instance(part((4, 10), fixed=fixed), rooms=(100, 100)))
         assert isinstance(found, Unfit)
-        assert found.lack is Lack.PINS
+        assert found.lack is Lack.FIXED
         assert found.component == "dit"
 
 
 def test_a_host_budget_too_small_for_what_has_to_be_pinned_is_reported() -> None:
     whole = instance(
-        part((4, 10), modes=(PAGEABLE, PINNED), pins=Pins(mode=PINNED)), rooms=(100, 100), host=30
+        part((4, 10), modes=(PAGEABLE, PINNED), fixed=Fixed(mode=PINNED)), rooms=(100, 100), host=30
     )
     found = choose(whole)
     assert isinstance(found, Unfit)
@@ -251,7 +264,7 @@ def test_when_time_is_up_the_start_is_kept() -> None:
     assert whole.fits(found.choice)
     assert found.bound_s <= 7 * 0.02 * 40
     assert found.seconds <= whole.seconds((started,)) * 1.01
-    assert found.gap >= 0
+    assert not found.proven
 
 
 def test_a_time_limit_is_kept() -> None:
@@ -267,12 +280,13 @@ def test_a_time_limit_is_kept() -> None:
         for i in range(6)
     ]
     whole = instance(*parts, rooms=(4001,) * 6)
-    start = time.perf_counter()
-    found = chosen_for(whole, time_limit_s=0.3)
-    assert time.perf_counter() - start < 5
+    start = time.process_time()
+    found = chosen_for(whole, time_limit_s=0.1)
+    assert time.process_time() - start < 5
     assert whole.fits(found.choice)
-    assert 0 <= found.bound_s <= found.best_s
-    assert found.proven or found.gap >= 0
+    assert not found.proven
+    assert 0 <= found.bound_s < found.best_s
+    assert 0 < found.gap <= 1
 
 
 def test_sizes_that_floats_can_not_tell_apart_still_fit() -> None:

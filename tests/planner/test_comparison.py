@@ -1,9 +1,7 @@
 import pytest
 
 from residency.phases.shape import Shape
-from residency.planner.comparison import Comparison
-from residency.planner.plan import Verdict
-from residency.planner.validation import judge_time
+from residency.planner.verdict import Comparison, Verdict, judge_time
 
 SHAPE = Shape(64, 64)
 

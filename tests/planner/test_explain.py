@@ -1,16 +1,15 @@
 from bench_card import GIB, Bench, bench, tiny
 
 from residency.offload.cards import custom_card
-from residency.planner.explain import explain
-from residency.planner.explanation import ComponentStop, Explanation, Stop
-from residency.planner.loop import run_loop
-from residency.planner.pricing import Pricing
+from residency.planner.account.explain import explain
+from residency.planner.choosing.prices import Pricing
+from residency.planner.plan import ComponentStop, Explanation, Stop
 
 SIZED = frozenset({"text_encoder", "transformer"})
 
 
 def explained(test: Bench, **settings) -> Explanation:
-    outcome = run_loop(test.pipeline, test.card, test.settings(**settings))
+    outcome = test.loop(**settings)
     found = explain(outcome, test.card.card)
     if outcome.failure is None:
         outcome.close()
@@ -24,7 +23,7 @@ def stop_of(found: Explanation, component: str) -> ComponentStop:
 
 def baseline_peak(family: str) -> int:
     with bench(family, resident_layers="0") as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        outcome = test.loop(measure_only=True)
         peak = max(headroom.peak_bytes for headroom in outcome.headrooms)
         outcome.close()
     return peak
@@ -66,10 +65,10 @@ def test_what_would_fit_without_the_others_is_outbid():
 def test_what_the_user_fixed_is_told_in_the_words_of_the_flag_with_what_it_costs():
     with bench("qwen-image-2.1", resident_layers="1") as test:
         found = explained(test)
-    pins = {pin.component: pin for pin in found.pins}
-    assert pins["text_encoder"].pin == "text_encoder=1"
-    assert pins["text_encoder"].seconds > 0
-    assert stop_of(found, "text_encoder").stop is Stop.PINNED
+    costs = {cost.component: cost for cost in found.fixed}
+    assert costs["text_encoder"].fixed == "text_encoder=1"
+    assert costs["text_encoder"].seconds > 0
+    assert stop_of(found, "text_encoder").stop is Stop.FIXED
 
 
 def test_the_frontier_goes_from_smaller_to_larger_cards_and_never_copies_more():
@@ -78,7 +77,7 @@ def test_the_frontier_goes_from_smaller_to_larger_cards_and_never_copies_more():
     with bench(
         "qwen-image-2.1", capacity_bytes=GIB, resident_layers="0", pipeline=pipeline
     ) as test:
-        outcome = run_loop(pipeline, test.card, test.settings(sized=SIZED))
+        outcome = test.loop(sized=SIZED, pipeline=pipeline)
         small = explain(outcome, custom_card(GIB))
         outcome.close()
     capacities = [point.capacity_bytes for point in small.frontier]

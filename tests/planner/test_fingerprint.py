@@ -6,39 +6,42 @@ from collections.abc import Iterator
 import pytest
 from bench_card import GIB
 from journaling import FINGERPRINT
+from number_host import NumberHost
 from pydantic import ValidationError
 
 from residency.offload.cards import custom_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.declaration import Declaration, ResidencyMode, declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
+from residency.phases.component import Declaration, ResidencyMode, declare
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.shape import Shape
-from residency.planner.installation import Installation
-from residency.planner.planfile.fingerprint import Fingerprint
+from residency.planner.fingerprint import Fingerprint
 
 FAMILIES = ("flux.1-dev", "qwen-image-2.1")
 SHAPE = Shape(64, 64, tokens=16)
+FLUX = ("transformer", "vae", "text_encoder", "text_encoder_2")
+OFFLOADED = Declaration(ResidencyMode.COMPONENT_OFFLOAD)
 
 PRINT_DIGEST = """
 import sys
 from residency.offload.cards import custom_card
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.declaration import declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
+from residency.phases.component import declare
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.shape import Shape
-from residency.planner.planfile.fingerprint import Fingerprint
+from residency.planner.fingerprint import Fingerprint
 pipeline = DiffusersPipeline(find_family(sys.argv[1], tiny=True).build(seed=7))
-found = Fingerprint.of(
+host = DiffusersHost(
     pipeline,
     SimulatedCard(custom_card(1 << 30)),
-    declare(pipeline.components, {"text_encoder": "layerwise-offload"}, {}),
     [Shape(64, 64, tokens=16)],
-    margin_bytes=1,
-    prefetch=1,
+    declare(pipeline.components, {"text_encoder": "layerwise-offload"}, {}),
     sized={"transformer", "text_encoder"},
 )
+found = Fingerprint.of(host, margin_bytes=1)
 print(found.digest)
 """
 
@@ -53,15 +56,14 @@ def taken(
     values: dict[str, object] = {
         "declarations": declare(pipeline.components, {"text_encoder": "layerwise-offload"}, {}),
         "shapes": [SHAPE],
-        "margin_bytes": 1,
         "prefetch": 1,
         "sized": {"text_encoder", "transformer"},
     }
-    return Fingerprint.of(
-        pipeline,
-        card or SimulatedCard(custom_card(GIB)),
-        **{**values, **others},  # type: ignore[arg-type]
-    )
+    of_all = {key: others.pop(key) for key in ("margin_bytes", "world_size") if key in others}
+    values |= others
+    given = (values.pop("shapes"), values.pop("declarations"))
+    host = DiffusersHost(pipeline, card or SimulatedCard(custom_card(GIB)), *given, **values)
+    return Fingerprint.of(host, **{"margin_bytes": 1} | of_all)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +120,25 @@ def test_where_the_weights_are_and_what_ran_meanwhile_makes_no_difference():
     pipeline = built()
     with SimulatedCard(custom_card(GIB), allocator="exact") as card:
         before = taken(pipeline, card)
-        declarations = declare(pipeline.components, {}, {"text_encoder_2": "1"})
-        installation = Installation(pipeline, card, declarations, [SHAPE])
-        transaction = installation.transaction()
-        transaction.apply()
-        placed = taken(pipeline, card)
-        assert installation.warmup.discover() is None
-        ran = taken(pipeline, card)
-        transaction.rollback()
-        assert (placed, ran, taken(pipeline, card)) == (before, before, before)
+        sized = {"text_encoder", "transformer"}
+        declarations = declare(pipeline.components, {"text_encoder": "layerwise-offload"}, {})
+        host = DiffusersHost(pipeline, card, [SHAPE], declarations, sized=sized)
+        assert host.open() is None
+        assert host.sweep().failure is None
+        ran = Fingerprint.of(host, margin_bytes=1)
+        host.close()
+        assert (ran, taken(pipeline, card)) == (before, before)
+
+
+def test_a_driver_is_in_the_fingerprint_and_another_one_is_named():
+    class Driven(NumberHost):
+        driver = "570.86"
+
+    made = Fingerprint.of(Driven({"denoise": (1, {"dit": 1})}, {"dit": (1, 1)}, 9), margin_bytes=0)
+    assert made.driver == "570.86"
+    other = made.model_copy(update={"driver": "580.95"})
+    assert made.digest != other.digest
+    assert str(made.first_difference(other)) == "driver was 570.86, is 580.95"
 
 
 def test_what_is_free_makes_no_difference_and_the_total_does(pipeline):
@@ -173,8 +185,9 @@ def test_smaller_shapes_than_the_largest_make_no_difference(pipeline):
             "layerwise-offload, 0 and 0 layers",
         ),
         (
-            {"declarations": {"vae": Declaration(ResidencyMode.COMPONENT_OFFLOAD)}},
-            "residency of text_encoder was layerwise-offload, 0 layers, sized, is absent",
+            {"sized": (), "declarations": dict.fromkeys(FLUX, OFFLOADED)},
+            "residency of text_encoder was layerwise-offload, 0 layers, sized, is "
+            "component-offload",
         ),
     ],
 )
@@ -352,6 +365,6 @@ def test_a_fingerprint_takes_no_unknown_field_and_cannot_be_changed():
 
 
 def test_importing_it_imports_no_torch():
-    code = "import residency.planner.planfile.fingerprint, sys; print('torch' in sys.modules)"
+    code = "import residency.planner.fingerprint, sys; print('torch' in sys.modules)"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
     assert done.stdout == "False\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from pipeline_image import image_of
-from serving import Served, settled
+from serving import Served, sample, settled
 
 from residency.offload.errors import (
     BusyError,
@@ -16,17 +16,16 @@ from residency.offload.errors import (
     OutsideEnvelopeError,
     ReentryError,
 )
-from residency.offload.oom import OomKind, Shortfall
-from residency.offload.simulated.faults import InjectedError, driver_error
-from residency.offload.strategy import Strategy
+from residency.offload.memory_errors import OomKind, Shortfall
+from residency.offload.placement import Strategy
+from residency.offload.simulated.card import InjectedError, driver_error
 from residency.phases.limit import Limit
+from residency.planner.proof import Transaction
 from residency.planner.serving import evidence
-from residency.planner.serving.evidence import Doubt
-from residency.planner.serving.guard import GuardState, OutsidePolicy
+from residency.planner.serving.evidence import Ground
+from residency.planner.serving.guard import Concurrency, GuardState, OutsidePolicy
 from residency.planner.serving.metrics import Release
 from residency.planner.serving.metrics import Served as Ending
-from residency.planner.serving.passes import expected_passes
-from residency.planner.serving.turn import Concurrency
 
 MIB = 1 << 20
 
@@ -67,7 +66,7 @@ class Fails:
 
 
 def endings(guard) -> dict[str, int]:
-    counted = {each: guard.metrics.requests.value(outcome=each) for each in Ending}
+    counted = {each: sample(guard.metrics, "requests_total", outcome=each) for each in Ending}
     return {name: count for name, count in counted.items() if count}
 
 
@@ -80,7 +79,7 @@ def test_a_request_inside_the_envelope_runs_as_planned_and_gives_the_baselines_o
         served.call()()
     assert trace.transfers.h2d_bytes == served.outcome.planned.runs[0].h2d_bytes
     assert endings(guard) == {"planned": 3}
-    assert guard.metrics.request_seconds.count(outcome="planned") == 3
+    assert sample(guard.metrics, "request_seconds_count", outcome="planned") == 3
     assert guard.state is GuardState.PLANNED
     assert guard.check().holds
 
@@ -103,7 +102,7 @@ def test_a_request_outside_is_refused_before_anything_runs(served):
     assert refused.value.envelope[0].startswith("64x64:tokens=16")
     assert "outside=release" in refused.value.hint
     assert (served.card.transfers, served.retained()) == before
-    assert guard.metrics.outside_envelope.value(policy="refuse") == 1
+    assert sample(guard.metrics, "outside_envelope_total", policy="refuse") == 1
     assert endings(guard) == {"outside": 1}
 
 
@@ -137,8 +136,8 @@ def test_a_request_outside_may_run_with_all_that_is_retained_released_first(serv
     assert torch.equal(guard.serve(larger, call), expected)
     assert seen == [([], False)]
     assert "80x64" in caplog.text
-    assert guard.metrics.outside_envelope.value(policy="release") == 1
-    assert guard.metrics.released.value(cause=Release.OUTSIDE) == 1
+    assert sample(guard.metrics, "outside_envelope_total", policy="release") == 1
+    assert sample(guard.metrics, "released_total", cause=Release.OUTSIDE) == 1
     assert endings(guard) == {"planned": 2, "baseline": 1}
     assert not any(served.retained().values())
     guard.serve(served.shape, served.call())
@@ -153,10 +152,10 @@ def test_a_request_outside_may_run_as_planned_with_a_warning(served, caplog):
     assert torch.equal(output, served.baseline(larger))
     (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "80x64" in record.getMessage()
-    assert guard.metrics.outside_envelope.value(policy="warn") == 1
+    assert sample(guard.metrics, "outside_envelope_total", policy="warn") == 1
     assert endings(guard) == {"planned": 1}
     found = guard.check()
-    assert [each.doubt for each in found.reasons] == [Doubt.OUTSIDE]
+    assert [each.ground for each in found.reasons] == [Ground.OUTSIDE]
     assert not found.holds
 
 
@@ -174,7 +173,7 @@ def test_other_steps_than_were_swept_give_the_right_output_in_no_more_memory(ser
     expected = served.baseline(shape)
     guard.serve(served.shape, served.call())
     with guard.request(shape) as trace:
-        passes = {at[1]: count for at, count in served.installation.graph.passes.items()}
+        passes = {at[1]: count for at, count in served.host._conductor._passes.items()}
         output = served.call(shape)()
     assert (passes["text_encoder"], passes["transformer"]) == (1, 4)
     assert torch.equal(output, expected)
@@ -193,36 +192,35 @@ def test_more_steps_copy_what_is_streamed_once_a_step_and_fetch_nothing_in_vain(
         with guard.request(shape) as trace:
             served.call(shape)()
         moved[steps] = trace.transfers.h2d_bytes
-    (use,) = [u for u in served.installation.graph.uses if u.component == "transformer"]
-    transformer = served.installation.placements["transformer"]
-    held = transformer.resident_set if use.resident_layers is None else use.resident_layers
-    a_step = transformer.pass_bytes(held)
+    (use,) = [u for u in served.host.schedule.uses if u.component == "transformer"]
+    layers = served.host.placements["transformer"].layers
+    a_step = sum(layer.copy_bytes for i, layer in enumerate(layers) if i not in use.resident_set)
     few = 2048  # and each step copies some numbers of its own
     assert a_step > 100 * few
     assert 0 <= moved[4] - moved[2] - 2 * a_step < few
 
 
 def test_passes_are_scaled_by_steps_and_the_resident_set_is_held_as_it_was_validated(served):
-    installation, asked = served.installation, served.test.shape
+    host, asked = served.host, served.test.shape
     like = asked
-    swept = installation.warmup.passes(like)
+    swept = host.passes(like)
     denoise = next(at for at in swept if at[1] == "transformer")
     encode = next(at for at in swept if at[1] == "text_encoder")
     assert (swept[denoise], swept[encode]) == (2, 1)
 
     def passes(steps: int):
-        return expected_passes(installation, replace(asked, steps=steps), like)
+        return host._expected(replace(asked, steps=steps), like)
 
     assert passes(7)[denoise] == 7
     assert passes(1)[denoise] == 2  # one alone would hold nothing, and that wasn't validated
     assert passes(7)[encode] == 1
-    installation.warmup._passes[like] = swept | {denoise: 1}
+    host._warmup._passes[like] = swept | {denoise: 1}
     try:
         assert passes(7)[denoise] == 3  # retained, so it is held whatever runs
-        with installation.at_baseline():
+        with served.at_baseline():
             assert passes(7)[denoise] == 1  # nothing was held in the sweep
     finally:
-        installation.warmup._passes[like] = swept
+        host._warmup._passes[like] = swept
 
 
 def test_after_an_oom_the_request_runs_once_more_with_nothing_retained(served, caplog):
@@ -238,9 +236,9 @@ def test_after_an_oom_the_request_runs_once_more_with_nothing_retained(served, c
     assert torch.equal(guard.serve(served.shape, Fails(call)), expected)
     assert seen == [(False, False)]
     assert endings(guard) == {"planned": 1, "retried": 1}
-    assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == 1
-    assert guard.metrics.retries.value() == 1
-    assert guard.metrics.released.value(cause=Release.OOM) == 1
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == 1
+    assert sample(guard.metrics, "retries_total") == 1
+    assert sample(guard.metrics, "released_total", cause=Release.OOM) == 1
     assert "out of memory at 64x64" in caplog.text
     assert guard.state is GuardState.PLANNED
     guard.serve(served.shape, served.call())
@@ -254,7 +252,7 @@ def test_an_oom_in_the_second_run_too_is_raised(served):
         guard.serve(served.shape, call)
     assert call.left == 7
     assert endings(guard) == {"oom": 1}
-    assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == 2
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == 2
     assert torch.equal(guard.serve(served.shape, served.call()), served.baseline())
 
 
@@ -264,9 +262,9 @@ def test_a_success_after_an_oom_does_not_validate_the_plan(served):
     guard.serve(served.shape, Fails(served.call()))
     found = guard.check()
     assert not found.holds
-    assert [each.doubt for each in found.reasons] == [Doubt.OOM]
-    assert guard.metrics.request_seconds.count(outcome=Ending.RETRIED) == 1
-    assert guard.metrics.request_seconds.count(outcome=Ending.PLANNED) == 0
+    assert [each.ground for each in found.reasons] == [Ground.OOM]
+    assert sample(guard.metrics, "request_seconds_count", outcome=Ending.RETRIED) == 1
+    assert sample(guard.metrics, "request_seconds_count", outcome=Ending.PLANNED) is None
 
 
 def deep(card, levels: int):
@@ -348,7 +346,7 @@ def test_a_with_block_raises_the_oom_and_the_callers_own_retry_has_nothing_retai
         with guard.request(shape):
             assert bool(served.retaining()) is retaining
     assert endings(guard) == {"planned": 3, "oom": 1, "retried": 1}
-    assert guard.metrics.retries.value() == 1
+    assert sample(guard.metrics, "retries_total") == 1
 
 
 def test_repeated_ooms_put_the_server_at_its_baseline_until_it_is_renewed(served, caplog):
@@ -357,24 +355,24 @@ def test_repeated_ooms_put_the_server_at_its_baseline_until_it_is_renewed(served
     for n in (1, 2, 3):
         assert guard.state is GuardState.PLANNED
         guard.serve(served.shape, Fails(lambda: None))
-        assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == n
+        assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == n
     assert guard.state is GuardState.BASELINE
     assert served.retaining() == []
     assert any(each.levelno == logging.ERROR for each in caplog.records)
-    assert guard.metrics.demotions.value() == 1
-    assert guard.metrics.settled.value() == 0
-    assert guard.metrics.state.value(state="baseline") == 1
+    assert sample(guard.metrics, "demotions_total") == 1
+    assert sample(guard.metrics, "settled") == 0
+    assert sample(guard.metrics, "state", state="baseline") == 1
     assert torch.equal(guard.serve(served.shape, served.call()), expected)
     assert not any(served.retained().values())
     assert endings(guard) == {"retried": 3, "baseline": 1}
     guard.serve(served.shape, Fails(lambda: None))
-    assert guard.metrics.demotions.value() == 1
+    assert sample(guard.metrics, "demotions_total") == 1
 
     with guard.exclusive():
-        served.installation.assign(served.outcome.committed.uses)
+        Transaction(served.host, served.outcome.committed).apply()
         guard.renew(served.outcome)
     assert guard.state is GuardState.PLANNED
-    assert guard.metrics.settled.value() == 1
+    assert sample(guard.metrics, "settled") == 1
     assert guard.check().holds
 
 
@@ -414,8 +412,8 @@ def test_a_transient_oom_changes_nothing_and_the_request_runs_again_as_planned(s
     assert torch.equal(output, served.baseline())
     assert seen == [(True, kept)]
     assert guard.state is GuardState.PLANNED
-    assert guard.metrics.ooms.value(kind=OomKind.TRANSIENT) == 1
-    assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == 0
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.TRANSIENT) == 1
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == 0
     assert guard.check().holds
 
 
@@ -429,7 +427,7 @@ def test_a_second_transient_oom_of_a_request_is_taken_as_one_of_capacity(served)
 
     guard.serve(served.shape, Fails(call, times=2, fail=transient))
     assert seen == [False]
-    assert guard.metrics.ooms.value(kind=OomKind.TRANSIENT) == 2
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.TRANSIENT) == 2
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError), guard.request(served.shape):
             transient()
@@ -472,9 +470,10 @@ def test_host_memory_that_is_short_is_no_oom_of_the_device(served):
 
 
 def test_the_limit_of_settling_is_not_that_of_requests(served):
+    served.outcome.close()
     over = Limit()
+    served.outcome = served.test.loop(limit=over)
     over.cancel()
-    served.installation.conductor.limit = over
     guard = served.guard()
     assert torch.equal(guard.serve(served.shape, served.call()), served.baseline())
 
@@ -484,7 +483,7 @@ def test_an_oom_while_a_set_is_brought_back_leaves_the_state_before_it(served, n
     """LT-01"""
     guard = served.guard()
     guard.serve(served.shape, served.call())
-    for placement in served.installation.placements.values():
+    for placement in served.host.placements.values():
         placement.release_all()
     before, prepare = image_of(served.pipeline.pipeline), Strategy.prepare
 
@@ -499,7 +498,7 @@ def test_an_oom_while_a_set_is_brought_back_leaves_the_state_before_it(served, n
         served.call()()
     assert before.differences(image_of(served.pipeline.pipeline)) == []
     served.card.check_integrity()
-    for placement in served.installation.placements.values():
+    for placement in served.host.placements.values():
         placement.check_integrity()
     assert torch.equal(guard.serve(served.shape, served.call()), served.baseline())
     assert endings(guard) == {"planned": 1, "oom": 1, "retried": 1}
@@ -514,7 +513,7 @@ def test_three_identical_requests_find_and_leave_identical_sets_whatever_is_free
         served.leave(left)
         with guard.request(served.shape) as trace:
             served.call()()
-        uses = tuple(served.installation.graph.uses)
+        uses = served.host.schedule.uses
         seen.add((uses, *served.retained().items(), trace.transfers))
     assert len(seen) == 1
     assert endings(guard) == {"planned": 4}
@@ -532,8 +531,8 @@ def test_beside_a_neighbour_that_has_grown_requests_run_at_the_baseline_until_it
         assert torch.equal(guard.serve(served.shape, served.call()), expected)
         assert not any(served.retained().values())
     assert caplog.text.count("the plan lacks 1 bytes by now") == 1
-    assert guard.metrics.released.value(cause=Release.NEIGHBOUR) == 2
-    assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == 0
+    assert sample(guard.metrics, "released_total", cause=Release.NEIGHBOUR) == 2
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == 0
     served.card.others_bytes = 0
     guard.serve(served.shape, served.call())
     assert served.retained() == kept
@@ -579,11 +578,11 @@ def test_an_error_that_is_no_oom_passes_unchanged_and_counts_towards_nothing(ser
     with pytest.raises(KeyError) as caught, guard.request(served.shape):
         raise error
     assert caught.value is error
-    assert guard.metrics.ooms.value(kind=OomKind.DEVICE) == 0
+    assert sample(guard.metrics, "ooms_total", kind=OomKind.DEVICE) == 0
     assert guard.state is GuardState.PLANNED
     assert torch.equal(guard.serve(served.shape, served.call()), served.baseline())
     assert endings(guard) == {"planned": 2, "error": 2}
-    assert guard.metrics.retries.value() == 0
+    assert sample(guard.metrics, "retries_total") == 0
 
 
 def test_an_error_in_the_second_run_is_raised_as_what_it_is(served):
@@ -625,16 +624,16 @@ def test_gauges_show_what_is_retained_and_what_is_left(served):
     served.leave(100 * MIB)
     guard.serve(served.shape, served.call())
     metrics, reading = guard.metrics, served.card.read()
-    assert metrics.free_bytes.value() == reading.free_bytes
+    assert sample(metrics, "free_bytes") == reading.free_bytes
     for name, layers in served.retained().items():
-        placement = served.installation.placements[name]
+        placement = served.host.placements[name]
         held = sum(placement.layers[i].buffer_bytes for i in layers) + placement.non_layer_bytes
-        assert metrics.retained_bytes.value(component=name) == held > 0
+        assert sample(metrics, "retained_bytes", component=name) == held > 0
     assert 'component="vae"' not in metrics.text()  # it is resident, and so never retained
     (run,) = served.outcome.planned.runs
     left = 100 * MIB - run.peak_bytes("denoise") - 1000
     at = {"phase": "denoise", "shape": str(run.asked)}
-    assert metrics.headroom_bytes.value(**at) == left
+    assert sample(metrics, "headroom_bytes", **at) == left
 
 
 def test_requests_of_many_threads_run_one_at_a_time(served):
@@ -761,7 +760,7 @@ def test_a_request_inside_a_request_is_refused_and_not_waited_for(served):
 def test_a_closed_guard_runs_nothing_until_it_is_renewed(served):
     guard = served.guard()
     guard.close()
-    assert guard.metrics.state.value(state="closed") == 1
+    assert sample(guard.metrics, "state", state="closed") == 1
     with pytest.raises(OffloadError, match="isn't served any more"):
         guard.serve(served.shape, lambda: pytest.fail("it ran"))
     guard.renew(served.outcome)

@@ -3,11 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_card import bench
-from serving import Served, settled
+from serving import Served, sample, settled
 
 from residency.offload.errors import BaselineError, OutsideEnvelopeError
 from residency.phases.shape import Shape
-from residency.planner.loop import run_loop
 from residency.planner.serving.guard import GuardState
 
 
@@ -20,7 +19,7 @@ def test_what_was_validated_at_17_frames_is_not_validated_for_81():
             guard.serve(replace(shape, frames=81), lambda: pytest.fail("it ran"))
         shorter = replace(shape, frames=9, steps=2)
         guard.serve(shorter, served.call(shorter))
-        assert guard.metrics.requests.value(outcome="baseline") == 1
+        assert sample(guard.metrics, "requests_total", outcome="baseline") == 1
 
 
 def test_without_guidance_a_request_is_inside_what_was_validated_with_it():
@@ -30,7 +29,7 @@ def test_without_guidance_a_request_is_inside_what_was_validated_with_it():
             shape = replace(served.shape, guidance=guidance)
             expected = served.baseline(shape)
             assert torch.equal(guard.serve(shape, served.call(shape)), expected)
-        assert guard.metrics.requests.value(outcome="planned") == 2
+        assert sample(guard.metrics, "requests_total", outcome="planned") == 2
 
 
 def test_one_step_is_inside_and_holds_the_resident_set_as_it_was_validated():
@@ -38,7 +37,7 @@ def test_one_step_is_inside_and_holds_the_resident_set_as_it_was_validated():
         guard = served.guard()
         shape = replace(served.shape, steps=1)
         expected = served.baseline(shape)
-        held = served.installation.placements["transformer"].resident_set
+        held = served.host.placements["transformer"].resident_set
         scheduler, seen = served.pipeline.pipeline.scheduler, []
         step = scheduler.step
 
@@ -73,11 +72,11 @@ def test_a_request_is_run_as_the_validated_shape_with_its_guidance():
 
 def test_a_plan_to_retain_nothing_is_served_at_the_baseline():
     with bench("qwen-image-2.1") as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
+        outcome = test.loop(measure_only=True)
         served = Served(test, outcome)
         guard = served.guard(max_ooms=1)
         assert guard.state is GuardState.BASELINE
-        assert guard.metrics.settled.value() == 1
+        assert sample(guard.metrics, "settled") == 1
         expected = guard.serve(served.shape, served.call())
         fails = iter([True, False])
 
@@ -87,14 +86,14 @@ def test_a_plan_to_retain_nothing_is_served_at_the_baseline():
             return served.call()()
 
         assert torch.equal(guard.serve(served.shape, call), expected)
-        assert guard.metrics.requests.value(outcome="retried") == 1
-        assert guard.metrics.demotions.value() == 0
+        assert sample(guard.metrics, "requests_total", outcome="retried") == 1
+        assert sample(guard.metrics, "demotions_total") == 0
         outcome.close()
 
 
 def test_what_failed_cannot_be_served():
     with bench("qwen-image-2.1", capacity_bytes=1_600_000) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert outcome.failure is not None
         with pytest.raises(BaselineError, match="nothing was validated"):
             Served(test, outcome).guard()

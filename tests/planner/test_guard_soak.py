@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from serving import Served, settled
+from serving import Served, sample, settled
 
 from residency.offload.errors import OutsideEnvelopeError
 from residency.phases.shape import Shape
-from residency.planner.loop import run_loop
 from residency.planner.serving.guard import Guard, GuardState, OutsidePolicy
 from residency.planner.serving.metrics import Served as Ending
 
@@ -65,11 +64,12 @@ def settle_again(served: Served, guard: Guard) -> None:
         guard.close()
         served.card.others_bytes = 0
         served.outcome.close()
-        served.outcome = run_loop(served.pipeline, served.card, served.test.settings())
+        served.outcome = served.test.loop()
         guard.renew(served.outcome)
 
 
-@pytest.mark.parametrize("requests", [20, pytest.param(200, marks=pytest.mark.scale)])
+@pytest.mark.long
+@pytest.mark.parametrize("requests", [100])
 def test_no_request_inside_the_envelope_fails_and_none_outside_runs(requests):
     dice = random.Random(requests)
     with settled() as served:
@@ -99,14 +99,16 @@ def test_no_request_inside_the_envelope_fails_and_none_outside_runs(requests):
 
         for handle in handles:
             handle.remove()
-        count = {each: guard.metrics.requests.value(outcome=each) for each in Ending}
+        count = {each: sample(guard.metrics, "requests_total", outcome=each) for each in Ending}
         ran = (Ending.PLANNED, Ending.BASELINE, Ending.RETRIED)
         assert sum(count[each] for each in ran) == inside
         assert count[Ending.OUTSIDE] == outside > 0
-        assert guard.metrics.outside_envelope.value(policy=OutsidePolicy.REFUSE) == outside
+        assert (
+            sample(guard.metrics, "outside_envelope_total", policy=OutsidePolicy.REFUSE) == outside
+        )
         assert all(count[each] > 0 for each in ran)
         assert count[Ending.OOM] == count[Ending.ERROR] == 0
-        assert guard.metrics.demotions.value() == demoted
+        assert sample(guard.metrics, "demotions_total") == demoted
 
         settle_again(served, guard)
         expected = served.baseline()

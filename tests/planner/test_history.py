@@ -3,7 +3,7 @@ from journaling import DIGEST, LARGE, MEDIUM, OTHER, record
 
 from residency.planner.journal.history import History
 from residency.planner.journal.record import JournalRecord, Kind
-from residency.planner.plan import Verdict
+from residency.planner.verdict import Verdict
 
 BEGIN = record(Kind.BEGIN, attempt=None)
 END = record(Kind.END, attempt=None)

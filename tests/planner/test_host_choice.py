@@ -6,12 +6,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from instances import instance, instances, part
 
-from residency.offload.host import HostMemory
-from residency.offload.pinning import chunked_charge_bytes
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Instance
+from residency.offload.host_memory import HostMemory, chunked_charge_bytes
+from residency.planner.choosing.choose import Chosen, choose
 from residency.planner.choosing.joint import joined
-from residency.planner.choosing.part import Mode, Part, Pins, nothing_retained
+from residency.planner.choosing.model import Fixed, Instance, Mode, Part, nothing_retained
 from residency.planner.choosing.program import Program
 from residency.planner.choosing.unfit import Lack, Unfit
 
@@ -19,7 +17,7 @@ MIB, GIB = 1 << 20, 1 << 30
 GB = 10**9
 SECONDS = 1 / 20_000
 """For a MiB from pinned masters."""
-STREAMED = Pins(resident=(0,), retains=False)
+STREAMED = Fixed(resident=(0,), retains=False)
 
 
 def streamed(
@@ -31,7 +29,7 @@ def streamed(
     phase: int = 0,
     places: int = 2,
     component: str = "dit",
-    pins: Pins | None = None,
+    fixed: Fixed | None = None,
 ) -> Part:
     """Pinned, or pageable at 2.5 times the seconds."""
     host = layers * layer_mib if host_mib is None else host_mib
@@ -43,7 +41,7 @@ def streamed(
         passes=passes,
         modes=modes,
         component=component,
-        pins=pins,
+        fixed=fixed,
     )
 
 
@@ -154,7 +152,7 @@ def test_where_pins_are_charged_to_the_card_both_have_to_fit(
     for over in (0, 1):
         # Through two buffers of 1.
         host = free - margin - 2 + over
-        vae = streamed(10, 1, host_mib=host, component="vae", pins=STREAMED)
+        vae = streamed(10, 1, host_mib=host, component="vae", fixed=STREAMED)
         dit = part(rest_bytes=resident, modes=(Mode(0, False, SECONDS, 0),))
         dit = replace(dit, non_layer_copy_bytes=0)
         whole = instance(dit, vae, rooms=(room, 0), host=32 * 1024)
@@ -168,7 +166,7 @@ def test_where_pins_are_charged_to_the_card_both_have_to_fit(
 
 
 def test_a_place_that_nothing_is_in_has_room_for_pins_as_well():
-    dit = streamed(4, 10, pins=STREAMED)
+    dit = streamed(4, 10, fixed=STREAMED)
     whole = replace(instance(dit, rooms=(60, 40)), pinned_on_card=True)
     assert whole.device_bytes((nothing_retained(dit, dit.modes[0]),), 1) == 40
     assert pinned(chosen_for(whole)) == [True]
@@ -177,7 +175,7 @@ def test_a_place_that_nothing_is_in_has_room_for_pins_as_well():
 
 
 def test_pins_fill_a_room_to_the_byte_that_layers_are_no_multiple_of():
-    dit = streamed(4, 10, host_mib=9, pins=STREAMED)
+    dit = streamed(4, 10, host_mib=9, fixed=STREAMED)
     for room, fits in ((29, True), (28, False)):
         whole = replace(instance(dit, rooms=(room, room)), pinned_on_card=True)
         assert pinned(chosen_for(whole)) == [fits]
@@ -218,8 +216,8 @@ def test_ranks_of_which_one_charges_pins_to_the_card_all_reckon_so():
 
 def test_what_exceeds_a_room_by_its_pins_alone_is_excluded_without_its_likes():
     """What it excludes in a place, other modes of a part that isn't used there aren't."""
-    dit = streamed(4, 10, pins=STREAMED)
-    vae = streamed(2, 10, phase=1, component="vae", pins=STREAMED)
+    dit = streamed(4, 10, fixed=STREAMED)
+    vae = streamed(2, 10, phase=1, component="vae", fixed=STREAMED)
     whole = replace(instance(dit, vae, rooms=(79, 90)), pinned_on_card=True)
     program = Program(whole, slack=0.1)
     both = tuple(nothing_retained(each, each.modes[0]) for each in whole.parts)

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from instances import PAGEABLE, part
 
-from residency.planner.choosing.instance import exceeds
-from residency.planner.choosing.part import (
+from residency.planner.choosing.model import (
+    Fixed,
     LayerClass,
     Mode,
     Part,
     PartChoice,
-    Pins,
     UseSpan,
     allows,
     copied_bytes,
+    exceeds,
     nothing_retained,
     part_bytes,
     window_bytes,
@@ -72,13 +72,13 @@ def test_nothing_is_resident_where_nothing_is_held() -> None:
 
 
 @pytest.mark.parametrize("retains", [None, False, True])
-def test_nothing_retained_keeps_to_the_pins(retains: bool | None) -> None:
+def test_nothing_retained_keeps_to_what_is_fixed(retains: bool | None) -> None:
     for resident in (None, (3,)):
         for retained in (None, (2,)):
             for passes in (1, 4):
-                pins = Pins(resident, retained, retains)
-                pinned = part((4, 10), passes=passes, pins=pins)
-                assert allows(pinned, nothing_retained(pinned, PAGEABLE))
+                fixed = Fixed(resident, retained, retains)
+                held = part((4, 10), passes=passes, fixed=fixed)
+                assert allows(held, nothing_retained(held, PAGEABLE))
 
 
 def test_a_choice_that_prefetches_or_pins_less_is_not_as_large() -> None:

@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 from instances import PAGEABLE, instance, instances, part
 
 from residency.offload.errors import DeviceError
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Choice, Instance
+from residency.planner.choosing.choose import Chosen, choose
 from residency.planner.choosing.joint import Joint, check_cards, joined
-from residency.planner.choosing.part import Mode, Part, PartChoice, Pins, nothing_retained
+from residency.planner.choosing.model import (
+    Choice,
+    Fixed,
+    Instance,
+    Mode,
+    Part,
+    PartChoice,
+    nothing_retained,
+)
 from residency.planner.choosing.unfit import Lack, Unfit
 
 MIB = 1 << 20
@@ -76,10 +83,10 @@ def test_the_slowest_rank_says_what_a_byte_costs() -> None:
 def test_what_the_user_fixed_is_fixed_for_all() -> None:
     fast, slow = Mode(1, False, 0.01, 0), Mode(1, False, 0.03, 0)
     ranks = [
-        instance(part((4, 10), modes=(mode,), pins=Pins(mode=mode)), rooms=(50, 70))
+        instance(part((4, 10), modes=(mode,), fixed=Fixed(mode=mode)), rooms=(50, 70))
         for mode in (fast, slow)
     ]
-    assert joined(ranks).instance.parts[0].pins.mode == slow
+    assert joined(ranks).instance.parts[0].fixed.mode == slow
 
 
 DIT = part((4, 10), passes=1)
@@ -92,8 +99,8 @@ TWICE = replace(DIT, uses=(replace(DIT.uses[0], valued_passes=2),))
         part((5, 10), passes=1),
         replace(DIT, non_layer_bytes=1),
         replace(DIT, non_layer_copy_bytes=1),
-        replace(DIT, pins=Pins(resident=(1,))),
-        replace(DIT, pins=Pins(mode=PAGEABLE)),
+        replace(DIT, fixed=Fixed(resident=(1,))),
+        replace(DIT, fixed=Fixed(mode=PAGEABLE)),
         replace(DIT, modes=(Mode(2, False, 0.02, 0),)),
         replace(DIT, uses=(replace(DIT.uses[0], passes=(2,)),)),
         replace(TWICE, uses=(replace(TWICE.uses[0], valued_passes=3),)),
@@ -135,7 +142,7 @@ def with_vae(room_bytes: int, decode_bytes: int) -> Instance:
     """Text, denoise and decode, each a place; of the encoder 10 layers may be retained, of the
     denoiser none."""
     text = part((10, 10), passes=1, places=3, component="text_encoder")
-    dit = part((4, 20), phase=1, places=3, component="dit", pins=Pins((0,), (0,), False))
+    dit = part((4, 20), phase=1, places=3, component="dit", fixed=Fixed((0,), (0,), False))
     vae = part(phase=2, places=3, passes=1, rest_bytes=30, component="vae")
     return instance(text, dit, vae, rooms=(room_bytes, room_bytes, decode_bytes))
 
@@ -290,11 +297,11 @@ def _altered(draw: st.DrawFn, given: Part) -> Part:
         larger = (replace(each, layer_bytes=each.layer_bytes + 2) for each in given.classes)
         altered = replace(altered, classes=tuple(larger))
     if seldom():
-        altered = replace(altered, pins=Pins())
-    if seldom() and altered.pins.mode is None:
+        altered = replace(altered, fixed=Fixed())
+    if seldom() and altered.fixed.mode is None:
         slower = (replace(each, seconds_per_byte=each.seconds_per_byte * 2) for each in given.modes)
         altered = replace(altered, modes=tuple(slower))
-    if seldom() and altered.pins.mode is None:
+    if seldom() and altered.fixed.mode is None:
         altered = replace(altered, modes=altered.modes[:1])
     if seldom():
         uses = (

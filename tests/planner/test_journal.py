@@ -21,9 +21,8 @@ from journaling import (
 from residency.offload.errors import JournalError
 from residency.planner.journal.history import History
 from residency.planner.journal.journal import Journal
-from residency.planner.journal.process import ProcessRecord
-from residency.planner.journal.record import Kind
-from residency.planner.plan import Verdict
+from residency.planner.journal.record import Kind, ProcessRecord
+from residency.planner.verdict import Verdict
 
 BEGIN_AND_DIE = """
 import os, signal, sys
@@ -86,7 +85,7 @@ def test_each_step_is_a_line_that_says_who_did_what_with_what(tmp_path):
     assert {line["run"] for line in lines} == {run.name}
     assert {line["fingerprint"] for line in lines} == {DIGEST}
     assert {line["process"]["pid"] for line in lines} == {os.getpid()}
-    assert {line["format_version"] for line in lines} == {1}
+    assert {line["format_version"] for line in lines} == {2}
     assert all(line["time"].endswith("Z") for line in lines)
     assert lines[1]["candidate"]["uses"][0]["retained_set"] == "0-65"
     assert (lines[3]["verdict"], lines[3]["detail"]) == ("oom", "1.59 GiB short in vae_decode")

@@ -72,7 +72,7 @@ def test_a_torn_last_line_is_cut_off_and_the_next_record_follows_the_last_whole_
 
 
 @pytest.mark.parametrize(
-    "tail", [b"\0" * 4096, b"{}", b"{\n", b"\xff\n", b'{"format_version":1,"ki\n']
+    "tail", [b"\0" * 4096, b"{}", b"{\n", b"\xff\n", b'{"format_version":2,"ki\n']
 )
 def test_a_last_line_that_is_no_json_is_cut_off(path, tail):
     whole = written(path.parent)
@@ -86,7 +86,7 @@ def test_a_last_line_that_is_no_json_is_cut_off(path, tail):
 def test_a_line_that_another_process_tore_is_cut_off_before_the_next_record(path):
     run = opened(path.parent).begin(FINGERPRINT)
     with path.open("ab") as file:
-        file.write(b'{"format_version":1,"kind":"int')
+        file.write(b'{"format_version":2,"kind":"int')
     run.intent(1, LARGE)
     assert Journal.open(path).begin(FINGERPRINT).history == History(crashed=(LARGE,))
     assert aside(path) == []
@@ -107,11 +107,11 @@ def broken(whole: bytes, at: int, line: bytes) -> bytes:
         (lambda whole: whole.replace(b'"intent"', b'"content"', 1), "line 2: kind"),
         (lambda whole: whole.replace(b'"pid"', b'"piD"', 1), "line 1: process.pid"),
         (
-            lambda whole: whole.replace(b'"format_version":1', b'"format_version":2'),
+            lambda whole: whole.replace(b'"format_version":2', b'"format_version":1'),
             "line 1: format",
         ),
-        (lambda whole: whole + b'{"format_version":2,"kind":"begin"}\n', "format_version"),
-        (lambda whole: whole.replace(b'"format_version":1,', b"", 1), "line 1: format_version"),
+        (lambda whole: whole + b'{"format_version":1,"kind":"begin"}\n', "format_version"),
+        (lambda whole: whole.replace(b'"format_version":2,', b"", 1), "line 1: format_version"),
         (lambda whole: whole + b"garbage\n" + b"{", "JSON"),
         (lambda whole: whole[:60] + b"\0" * 512 + whole[60:], "line 1"),
         (lambda whole: whole[5:], "line 1"),

@@ -2,78 +2,128 @@
 
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from settling import Server, Settling, each_of, open_attempts
+from _pytest.mark import ParameterSet
+from settling import Server, Settling, key, said
 
+long = pytest.mark.long
 SEED = 20260701
-INSTANTS = 50
-FIRST = ("begin", "intent", "applied", "verdict", "rolled_back")
-SEARCHED = (*FIRST, "intent", "applied", "verdict", "committed", "end")
+INSTANTS = 16
+SEARCHED = (
+    *("begin", "intent", "applied", "verdict", "rolled_back"),
+    *("intent", "applied", "verdict", "committed", "end"),
+)
 VERIFIED = ("begin", "intent", "applied", "verdict", "committed", "end")
 
 
-def every_step(records: tuple[str, ...]) -> list[tuple[int, str]]:
-    """Before the first record, in the middle of each, and after it."""
-    numbers = range(1, len(records) + 1)
-    return [(1, "before"), *((number, where) for number in numbers for where in ("torn", "after"))]
+@pytest.fixture(scope="module")
+def searched(settling: Settling) -> Server:
+    """A server whose first start refuted a candidate, and committed the next."""
+    server = settling.server()
+    server.boots(refuted=True)
+    assert tuple(server.kinds()) == SEARCHED
+    return server
 
 
-@pytest.mark.scale
-def test_after_a_kill_at_any_record_the_next_start_serves(settling: Settling) -> None:
+@pytest.fixture(scope="module")
+def verified(settling: Settling, committed: Server) -> Server:
+    """A server whose first start committed, and whose second one verified that."""
+    server = settling.server(like=committed)
+    assert server.boots().settled["verified"]
+    assert tuple(server.kinds()) == VERIFIED * 2
+    return server
+
+
+def like(settling: Settling, given: Server, records: int, *, torn: bool = False) -> Server:
+    """With the first records of another one's journal, and half of the next."""
+    server = settling.server(like=given)
+    line = server.journal.read_bytes().splitlines()[records] if torn else b""
+    server.cut(records, line[: len(line) // 2])
+    return server
+
+
+def points(most: int, whole: set[int], torn: set[int]) -> list[ParameterSet]:
+    """After each number of records, and in the middle of the next; `long` are those that leave the
+    same attempts open as one of the others."""
+    cases = [(n, False, n in whole) for n in range(most + 1)]
+    cases += [(n, True, n in torn) for n in range(most)]
+    return [pytest.param(n, half, marks=() if short else long) for n, half, short in cases]
+
+
+@pytest.mark.parametrize(
+    ("appends", "where", "written", "refuted"),
+    [
+        pytest.param(1, "before", 0, False, id="before anything", marks=long),
+        pytest.param(2, "torn", 1, False, id="as a candidate is announced"),
+        pytest.param(2, "calls", 2, False, id="as it is applied"),
+        pytest.param(3, "allocation", 3, False, id="in its sweep"),
+        pytest.param(4, "after", 4, False, id="between verdict and commit"),
+        pytest.param(4, "calls", 4, True, id="as it is rolled back"),
+        pytest.param(9, "after", 9, True, id="before the plan is written", marks=long),
+        pytest.param(10, "before", 9, True, id="behind the plan"),
+    ],
+)
+def test_what_a_kill_leaves_are_the_records_before_it(
+    settling: Settling,
+    committed: Server,
+    searched: Server,
+    appends: int,
+    where: str,
+    written: int,
+    refuted: bool,
+) -> None:
+    """So that the starts below need not be killed: their journals are cut off."""
+    whole = searched if refuted else committed
+    server = settling.server()
+    server.killed(appends=appends, where=where, refuted=refuted)
+    assert [*map(said, server.records())] == [*map(said, whole.records()[:written])]
+    tail = server.journal.read_bytes().split(b"\n")[-1] if server.journal.exists() else b""
+    assert bool(tail) == (where == "torn")
+    assert server.plan_file.exists() == (appends == 10)
+
+
+@pytest.mark.parametrize(("written", "torn"), points(len(SEARCHED), {0, 2, 5, 8, 9, 10}, {1, 9}))
+def test_after_a_kill_at_any_record_the_next_start_serves(
+    settling: Settling, searched: Server, written: int, torn: bool
+) -> None:
     """The first candidate is refuted, the second committed."""
-
-    def check(at: tuple[int, str]) -> None:
-        number, where = at
-        server = settling.server()
-        start = server.killed(appends=number, where=where, refuted=True)
-        written = number if where == "after" else number - 1
-        assert tuple(server.kinds()) == SEARCHED[:written]
-        tried = server.tried(start)
-        left = open_attempts(server.records())
-        after = server.boots()
-        is_torn = any("torn last line" in each for each in after.settled["warnings"])
-        assert is_torn == (where == "torn")
-        # Open is what was announced and is neither refuted nor committed.
-        assert len(left) == (written in (2, 3, 6, 7, 8))
-        assert server.crashed() == set(tried[-1:] if left else ())
-        # Without the plan file, which is written between the last two, what is committed is
-        # searched for and not verified.
-        assert after.settled["verified"] == (number == 10)
-
-    each_of(every_step(SEARCHED), check)
+    server = like(settling, searched, written, torn=torn)
+    tried = [key(each) for each in server.records() if each["kind"] == "intent"]
+    after = server.boots()
+    assert any("torn last line" in each for each in after.settled["warnings"]) == torn
+    # Open is what was announced and is neither refuted nor committed.
+    assert server.crashed() == (tried[-1:] if written in (2, 3, 6, 7, 8) else [])
+    # Without the plan file, which is written between the last two, what is committed is searched
+    # for and not verified.
+    assert after.settled["verified"] == (written + torn == len(SEARCHED))
 
 
+@pytest.mark.parametrize(("written", "torn"), points(len(VERIFIED), {0, 3, 5, 6}, {3}))
 def test_after_a_kill_at_any_record_of_a_verification_the_next_start_serves(
+    settling: Settling, verified: Server, written: int, torn: bool
+) -> None:
+    server = like(settling, verified, len(VERIFIED) + written, torn=torn)
+    tried = key(server.records()[1])
+    left = written in (2, 3, 4)
+    after = server.boots()
+    assert server.crashed() == ([tried] if left else [])
+    assert after.settled["verified"] == (not left)
+    assert (tried in server.tried(after)) == (not left)
+
+
+def test_after_a_kill_while_a_crash_is_recorded_it_is_recorded_once(
     settling: Settling, committed: Server
 ) -> None:
-    (key,) = committed.tried(committed.starts[0])
-
-    def check(at: tuple[int, str]) -> None:
-        number, where = at
-        server = settling.server(like=committed)
-        server.killed(appends=number, where=where)
-        left = open_attempts(server.records())
-        after = server.boots()
-        assert server.crashed() == ({key} if left else set())
-        assert after.settled["verified"] == (not left)
-        assert (key in server.tried(after)) == (not left)
-
-    each_of(every_step(VERIFIED), check)
-
-
-def test_after_a_kill_while_a_crash_is_recorded_it_is_recorded_once(settling: Settling) -> None:
-    def check(where: str) -> None:
-        server = settling.server()
-        first = server.killed(appends=2)
-        server.killed(appends=1, where=where)
+    crashed = like(settling, committed, 2)
+    (tried,) = {key(crashed.records()[1])}
+    crashed.boots()
+    assert crashed.kinds()[:4] == ["begin", "intent", "crash", "begin"]
+    for written, torn in ((2, False), (2, True), (3, False)):
+        server = like(settling, crashed, written, torn=torn)
         server.boots()
-        assert server.kinds().count("crash") == 1
-        assert server.crashed() == {*server.tried(first)}
-
-    each_of(("before", "torn", "after"), check)
+        assert server.crashed() == [tried]
 
 
 def test_a_server_that_every_candidate_kills_ends_at_its_baseline(settling: Settling) -> None:
@@ -89,24 +139,23 @@ def test_a_server_that_every_candidate_kills_ends_at_its_baseline(settling: Sett
             "max_crashes": 100,
         }
     )
-    server.killed(appends=3)
-    for _ in range(2):
-        server.killed(appends=4)  # behind the crash of the start before, and its own begin
-        assert server.kinds()[-4:] == ["crash", "begin", "intent", "applied"]
-    last = server.boots(appends=4)
-    assert (len(server.crashed()), server.kinds().count("intent")) == (3, 3)
+    for before in (0, 3, 7):
+        server.boots()
+        server.cut(before + 3 + bool(before))  # behind the crash of the start before
+        assert server.kinds()[before:][-3:] == ["begin", "intent", "applied"]
+    last = server.boots()
+    assert (len(set(server.crashed())), server.kinds().count("intent")) == (3, 3)
     assert last.settled["status"] == "baseline_only"
     assert server.tried(server.boots()) == []
 
 
-def test_after_so_many_crashes_no_other_candidate_is_tried(settling: Settling) -> None:
-    server = settling.server()
-    server.killed(appends=3)
-    server.killed(appends=4)
-    server.killed(appends=4)
-    last = server.boots()
+def test_after_so_many_crashes_no_other_candidate_is_tried(
+    settling: Settling, committed: Server
+) -> None:
+    server = like(settling, committed, 3)
+    last = server.boots(options={"max_crashes": 1})
     assert last.settled["status"] == "baseline_only"
-    assert "no other candidate is tried: 3 ended a process" in last.settled["warnings"][0]
+    assert "no other candidate is tried: 1 ended a process" in last.settled["warnings"][0]
     assert str(server.journal) in last.settled["warnings"][0]
     assert server.tried(last) == []
     server.journal.rename(server.folder / "kept")
@@ -117,62 +166,60 @@ def test_after_so_many_crashes_no_other_candidate_is_tried(settling: Settling) -
 def test_what_was_committed_is_verified_though_others_crashed(
     settling: Settling, committed: Server
 ) -> None:
-    server = settling.server()
-    server.killed(appends=3)
+    server = like(settling, committed, 3)
     server.boots()
+    assert len(server.crashed()) == 1
     assert server.boots(options={"max_crashes": 1}).settled["verified"]
 
 
 def test_a_given_plan_that_kills_the_server_is_not_tried_again(
     settling: Settling, committed: Server
 ) -> None:
-    given = f"{committed.journal}.plan.json"
+    given = str(committed.plan_file)
     server = settling.server(options={"plan": given})
-    start = server.killed(appends=3)
-    assert [each["step"] for each in start.all_of("event")][-1] == "VERIFYING"
+    start = server.boots()
+    steps = [each["step"] for each in start.all_of("event")]
+    assert "VERIFYING" in steps
+    assert "TRYING" not in steps
+    server.cut(3)
     after = server.boots()
     assert after.settled["warnings"] == [f"searched for anew: what {given} retains ended a process"]
 
 
-@pytest.mark.scale
+@long
 def test_after_a_kill_at_any_instant_the_next_start_serves(
     settling: Settling, committed: Server
 ) -> None:
-    """Every second start verifies, the others search. Those that are killed late serve already."""
+    """At allocations, which are everywhere in a start. Every second one verifies, the others
+    search; those that are killed late serve already."""
     instants = random.Random(SEED)
-    cases = [(number % 2 == 1, instants.uniform(0, 1.1)) for number in range(INSTANTS)]
     verifying = settling.server(like=committed).boots()
-    # What a start takes depends on what else the machine does: that of the last one is taken.
-    lasted_s = {False: committed.starts[0].settling_s, True: verifying.settling_s}
+    most = {False: committed.starts[0].settled["allocations"]}
+    most[True] = verifying.settled["allocations"]
     killed_at = set()
-
-    def check(case: tuple[bool, float]) -> None:
-        verifies, share = case
+    for number in range(INSTANTS):
+        verifies = number % 2 == 1
         server = settling.server(like=committed if verifies else None)
-        start = server.start(serving=True)
-        start.wait_for("begun")
-        time.sleep(share * lasted_s[verifies])
-        start.kill()
-        assert start.ended() == -signal.SIGKILL, start.lines()
-        server.check_journal()
-        records = tuple(each.kind for each in server.run_of(start))
+        start = server.killed(
+            serving=True, allocation=instants.randint(1, round(1.3 * most[verifies]))
+        )
+        records = tuple(each["kind"] for each in server.run_of(start))
         killed_at.add(records)
         after = server.boots()
-        lasted_s[after.settled["verified"]] = after.settling_s
         if records[-1:] == ("end",):
             assert after.settled["verified"]
         assert not any("is no " in each for each in after.settled["warnings"]), "a torn plan file"
-
-    each_of(cases, check)
-    assert len(killed_at) > 3
+    assert len(killed_at) >= 3, "in the baseline, in a proof, and serving"
 
 
 def test_a_signal_that_nobody_handles_is_a_crash_too(settling: Settling) -> None:
     server = settling.server()
-    start = server.start(act="sigterm")
+    start = server.start(apart=True, act="sigterm")
     assert start.ended() == -signal.SIGTERM
+    tried = server.tried(start)
     server.boots()
-    assert server.crashed() == {*server.tried(start)}
+    assert len(tried) == 1
+    assert server.crashed() == tried
 
 
 def test_of_two_starts_on_one_card_one_is_refused_until_the_other_is_killed(
@@ -180,14 +227,11 @@ def test_of_two_starts_on_one_card_one_is_refused_until_the_other_is_killed(
 ) -> None:
     options = {"lock_folder": str(tmp_path)}
     one, other = settling.server(options=options), settling.server(options=options)
-    start = one.start(waits_at="TRYING")
-    while not any(each["step"] == "TRYING" for each in start.all_of("event")):
-        start.wait_for("event")
-        time.sleep(0.01)
-    pid = start.wait_for("begun")["pid"]
-    said = other.raises("LockedError")["message"]
-    assert f"by process {pid} (" in said
-    assert "settling_program.py) on " in said
+    start = one.start(apart=True, waits_at="TRYING")
+    pid = start.wait_for("waiting")["pid"]
+    message = other.raises("LockedError")["message"]
+    assert f"by process {pid} (" in message
+    assert "settling_program.py) on " in message
     start.kill()
     assert start.ended() == -signal.SIGKILL
     assert other.boots().settled["status"] == "committed"

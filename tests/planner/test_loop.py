@@ -6,17 +6,14 @@ import torch
 from bench_card import bench, each_family, tiny
 
 from residency.offload.errors import ShapeError, UnknownNameError
-from residency.offload.simulated.faults import out_of_memory
+from residency.offload.simulated.card import out_of_memory
+from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.shape import Shape
-from residency.phases.warmup import Warmup
-from residency.planner.candidate import Candidate
-from residency.planner.choosing.part import copied_bytes
-from residency.planner.explain import everything
-from residency.planner.loop import run_loop
-from residency.planner.outcome import Outcome
-from residency.planner.plan import Verdict
-from residency.planner.pricing import Pricing
-from residency.planner.validation import Judgement
+from residency.planner.account.explain import everything
+from residency.planner.choosing.model import copied_bytes
+from residency.planner.choosing.prices import Pricing
+from residency.planner.loop import Outcome
+from residency.planner.verdict import Judgement, Verdict
 
 
 def verdicts(outcome: Outcome) -> list[Verdict]:
@@ -36,7 +33,7 @@ def when_trying(act: Callable[[], object]) -> Callable[[str], None]:
 def peak_needed(family: str, **given) -> int:
     """Bytes that the best candidate takes at its peak, where nothing is short."""
     with bench(family, **given) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         peak = max(
             reading.reading.peak_allocated_bytes
             for run in outcome.planned.runs
@@ -53,23 +50,26 @@ def test_the_output_with_retention_is_the_output_without_bit_for_bit(family, gui
     if family == "flux.1-dev" and guidance > 1:
         guidance = 1.0  # embedded guidance only
     with bench(family, guidance=guidance) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert outcome.committed is not None
-        for before, after in zip(outcome.baseline.runs, outcome.planned.runs, strict=True):
-            assert torch.equal(before.output, after.output)
+        for before, after in zip(outcome.baseline.sweep.runs, outcome.planned.runs, strict=True):
+            assert torch.equal(before.output.value, after.output.value)
         outcome.close()
 
 
 @each_family
 def test_a_committed_plan_moves_less_and_exactly_what_was_said(family):
     with bench(family) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
-        before, after = outcome.baseline.runs[0], outcome.planned.runs[0]
-        measured, instance = outcome.measured, outcome.measured.instance
+        outcome = test.loop()
+        before, after = outcome.baseline.sweep.runs[0], outcome.planned.runs[0]
+        measured, instance = outcome.baseline, outcome.baseline.instance
         saved = sum(
             copied_bytes(part, old, use) - copied_bytes(part, new, use)
             for part, old, new in zip(
-                instance.parts, measured.baseline, outcome.committed.choice, strict=True
+                instance.parts,
+                measured.choice,
+                outcome.baseline.choice_of(outcome.committed),
+                strict=True,
             )
             for use in range(len(part.uses))
         )
@@ -80,10 +80,9 @@ def test_a_committed_plan_moves_less_and_exactly_what_was_said(family):
 @each_family
 def test_the_model_says_the_peak_of_each_phase_to_the_byte(family):
     with bench(family) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
-        # Swept again: in validation the transaction still keeps what the scheduler held before.
-        (after,) = outcome.installation.warmup.sweep().runs
-        instance, choice = outcome.measured.instance, outcome.committed.choice
+        outcome = test.loop()
+        (after,) = outcome.host.sweep().runs
+        instance, choice = outcome.baseline.instance, outcome.baseline.choice_of(outcome.committed)
         exact = 0
         for place, headroom in enumerate(outcome.headrooms):
             room = instance.places[place].room_bytes - instance.device_bytes(choice, place)
@@ -98,12 +97,12 @@ def test_one_byte_less_than_the_peak_is_refuted_and_rolled_back():
     family = "qwen-image-2.1"
     needed = peak_needed(family)
     with bench(family, capacity_bytes=needed) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert verdicts(outcome) == [Verdict.ACCEPTED]
         best = outcome.planned.runs[0].h2d_bytes
         outcome.close()
     with bench(family, capacity_bytes=needed - 1) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(explore=1))
+        outcome = test.loop(explore=1)
         assert verdicts(outcome)[0] is Verdict.OOM
         assert outcome.tries[0].rolled_back
         assert outcome.tries[0].shortfall_bytes == 1
@@ -111,10 +110,22 @@ def test_one_byte_less_than_the_peak_is_refuted_and_rolled_back():
         outcome.close()
 
 
+@pytest.mark.parametrize("taken", [{"others_bytes": 70_000}, {"context_bytes": 50_000}])
+def test_what_others_and_the_context_take_is_room_that_weights_do_not_have(taken):
+    needed = peak_needed("qwen-image-2.1")
+    (nbytes,) = taken.values()
+    for less, retained in ((0, 2), (1, 1)):
+        with bench("qwen-image-2.1", capacity_bytes=needed + nbytes - less, **taken) as test:
+            outcome = test.loop()
+            assert len(outcome.committed.retaining) == retained
+            assert [each.judgement.verdict for each in outcome.tries] == [Verdict.ACCEPTED]
+            outcome.close()
+
+
 def test_what_the_model_says_does_not_fit_is_not_tried_unless_explored():
     needed = peak_needed("qwen-image-2.1")
     with bench("qwen-image-2.1", capacity_bytes=needed - 1) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert all(each.shortage is None for each in outcome.tries)
         assert all(not each.rolled_back for each in outcome.tries)
         outcome.close()
@@ -125,7 +136,7 @@ def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
     moved = []
     for capacity in range(2_400_000, 4_000_000, 200_000):
         with bench("qwen-image-2.1", capacity_bytes=capacity, pipeline=pipeline) as test:
-            outcome = run_loop(pipeline, test.card, test.settings())
+            outcome = test.loop(pipeline=pipeline)
             if outcome.failure is None:
                 moved.append(outcome.planned.runs[0].h2d_bytes)
                 outcome.close()
@@ -137,7 +148,7 @@ def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
 def test_the_margin_is_kept_in_every_phase():
     needed = peak_needed("qwen-image-2.1")
     with bench("qwen-image-2.1", capacity_bytes=needed) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(margin_bytes=1, explore=1))
+        outcome = test.loop(margin_bytes=1, explore=1)
         assert verdicts(outcome)[0] is Verdict.HEADROOM
         assert outcome.tries[0].shortfall_bytes == 1
         outcome.close()
@@ -148,7 +159,7 @@ def test_a_neighbour_that_grows_after_the_baseline_refutes_what_fitted():
     with bench("qwen-image-2.1", capacity_bytes=needed) as test:
         grow = partial(setattr, test.card, "others_bytes", 100_000)
         listen = when_trying(grow)
-        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(listen=listen)
         assert verdicts(outcome)[0] is Verdict.OOM
         outcome.close()
         assert test.card.read().allocated_bytes == 0
@@ -167,7 +178,7 @@ def test_a_component_that_changes_its_output_is_refuted(monkeypatch):
 
         monkeypatch.setattr(pipeline, "run", changed)
         listen = when_trying(lambda: retaining.append("now"))
-        outcome = run_loop(pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(pipeline=pipeline, listen=listen)
         assert set(verdicts(outcome)) == {Verdict.OUTPUT}
         assert outcome.committed is None
         outcome.close()
@@ -185,7 +196,7 @@ def test_a_plan_that_would_copy_more_than_the_baseline_is_refuted(monkeypatch):
 
         monkeypatch.setattr(pipeline, "run", wasteful)
         listen = when_trying(lambda: retaining.append("now"))
-        outcome = run_loop(pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(pipeline=pipeline, listen=listen)
         assert set(verdicts(outcome)) == {Verdict.SLOWER}
         outcome.close()
 
@@ -194,7 +205,7 @@ def test_an_error_that_is_no_oom_is_a_crash_and_the_loop_goes_on():
     with bench("qwen-image-2.1") as test:
         faults = iter([partial(test.card.faults.at_copy, 5)])
         listen = when_trying(lambda: next(faults, int)())
-        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(listen=listen)
         assert verdicts(outcome) == [Verdict.CRASH, Verdict.ACCEPTED]
         assert "InjectedError" in outcome.tries[0].judgement.detail
         outcome.close()
@@ -203,7 +214,7 @@ def test_an_error_that_is_no_oom_is_a_crash_and_the_loop_goes_on():
 def test_a_baseline_that_fails_says_where_and_applies_nothing():
     with bench("qwen-image-2.1") as test:
         test.card.faults.at_allocation(2000, out_of_memory)
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert outcome.failure.is_oom
         assert outcome.failure.phase in ("text_encode", "denoise", "vae_decode")
         assert outcome.tries == []
@@ -211,7 +222,7 @@ def test_a_baseline_that_fails_says_where_and_applies_nothing():
 
 def test_resident_components_that_cannot_be_loaded_fail_before_any_phase():
     with bench("qwen-image-2.1", capacity_bytes=100_000) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         assert (outcome.failure.phase, outcome.failure.shape) == ("load", None)
         assert outcome.failure.shortfall.short_bytes > 0
 
@@ -220,34 +231,36 @@ def test_a_shape_that_the_pipeline_refuses_is_bad_input_and_undone():
     with bench("wan2.1-t2v-14b") as test:
         refused = Shape(72, 72, 5, tokens=16)
         with pytest.raises(ShapeError, match="refuses 72x72x5"):
-            run_loop(test.pipeline, test.card, test.settings(shapes=(refused,)))
+            test.loop(shapes=(refused,))
         assert test.card.read().allocated_bytes == 0
 
 
 def test_only_the_largest_shapes_are_swept():
     with bench("flux.1-dev") as test:
         shapes = (Shape(32, 32, tokens=16), Shape(64, 64, tokens=16), Shape(48, 64, tokens=16))
-        outcome = run_loop(test.pipeline, test.card, test.settings(shapes=shapes))
-        assert [run.asked for run in outcome.baseline.runs] == [shapes[1]]
+        outcome = test.loop(shapes=shapes)
+        assert [run.asked for run in outcome.baseline.sweep.runs] == [shapes[1]]
         outcome.close()
 
 
 def test_masters_are_pinned_as_far_as_the_host_budget_goes_and_unpinned_at_the_end():
     with bench("qwen-image-2.1") as test:
         sized = frozenset({"text_encoder", "transformer"})
-        free = run_loop(test.pipeline, test.card, test.settings(sized=sized))
+        free = test.loop(sized=sized)
         wanted = {
-            part.component: part.placement.pinned_charge_bytes
-            for part in free.measured.parts
+            part.component: part.bytes.pinned_charge_bytes
+            for part in free.baseline.parts
             if not part.stays
         }
         free.close()
         budget = max(wanted.values())
         pricing = Pricing(1e9, "assumed", host_budget_bytes=budget)
-        outcome = run_loop(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
+        outcome = test.loop(sized=sized, pricing=pricing)
         pinned = [
             part.component
-            for part, chosen in zip(outcome.measured.parts, outcome.committed.choice, strict=True)
+            for part, chosen in zip(
+                outcome.baseline.parts, outcome.baseline.choice_of(outcome.committed), strict=True
+            )
             if chosen.mode.pinned and not part.stays
         ]
         assert test.card.pinned_bytes == sum(wanted[name] for name in pinned) <= budget
@@ -259,12 +272,12 @@ def test_masters_are_pinned_as_far_as_the_host_budget_goes_and_unpinned_at_the_e
 def test_to_fetch_nothing_ahead_is_a_choice_only_where_it_is_said_what_it_hides():
     with bench("qwen-image-2.1") as test:
         sized = frozenset({"transformer"})
-        unsaid = run_loop(test.pipeline, test.card, test.settings(sized=sized, measure_only=True))
-        assert {m.prefetch for p in unsaid.measured.instance.parts for m in p.modes} == {1}
+        unsaid = test.loop(sized=sized, measure_only=True)
+        assert {m.prefetch for p in unsaid.baseline.instance.parts for m in p.modes} == {1}
         unsaid.close()
         pricing = Pricing(1e9, "assumed", {"denoise": 1.0})
-        said = run_loop(test.pipeline, test.card, test.settings(sized=sized, pricing=pricing))
-        assert {m.prefetch for p in said.measured.instance.parts for m in p.modes} == {0, 1}
+        said = test.loop(sized=sized, pricing=pricing)
+        assert {m.prefetch for p in said.baseline.instance.parts for m in p.modes} == {0, 1}
         said.close()
 
 
@@ -272,36 +285,36 @@ def test_an_exposure_of_a_phase_that_is_not_there_is_refused():
     with bench("qwen-image-2.1") as test:
         pricing = Pricing(1e9, "assumed", {"denois": 0.5})
         with pytest.raises(UnknownNameError, match="no phase 'denois'") as refused:
-            run_loop(test.pipeline, test.card, test.settings(pricing=pricing))
+            test.loop(pricing=pricing)
         assert "'denoise'" in refused.value.hint
         assert test.card.read().allocated_bytes == 0
 
 
 def test_a_refutation_never_takes_away_the_room_of_the_baseline():
     with bench("qwen-image-2.1") as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
-        measured = outcome.measured
-        whole = Candidate(everything(measured), ())
+        outcome = test.loop(measure_only=True)
+        measured = outcome.baseline
+        whole = everything(measured)
         for place, room in enumerate(measured.instance.places):
             at = next(h for h in outcome.headrooms if h.phase == room.phase)
             oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1 << 40)
             left = measured.refuted(measured.instance, whole, oom, again=False)
-            least = measured.instance.device_bytes(measured.baseline, place)
+            least = measured.instance.device_bytes(measured.choice, place)
             assert left.places[place].room_bytes == least
-            assert not left.fits(whole.choice)
-            assert left.fits(measured.baseline)
+            assert not left.fits(whole)
+            assert left.fits(measured.choice)
         outcome.close()
 
 
 def test_what_fails_where_it_takes_no_more_than_the_baseline_is_excluded_by_itself():
     with bench("qwen-image-2.1") as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
-        measured, at = outcome.measured, outcome.headrooms[0]
-        same = Candidate(measured.baseline, ())
+        outcome = test.loop(measure_only=True)
+        measured, at = outcome.baseline, outcome.headrooms[0]
+        same = measured.choice
         oom = Judgement(Verdict.OOM, (at.phase, at.shape), shortfall_bytes=1)
         left = measured.refuted(measured.instance, same, oom, again=True)
         assert left.places == measured.instance.places
-        assert left.refuted == (measured.baseline,)
+        assert left.refuted == (measured.choice,)
         outcome.close()
 
 
@@ -316,7 +329,7 @@ def test_each_phase_begins_without_cached_blocks():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test.card, "release_cache", watched)
-            run_loop(test.pipeline, test.card, test.settings(measure_only=True)).close()
+            test.loop(measure_only=True).close()
         phases, requests = 3, 3  # one watched, two swept
         assert len(reserved) >= phases * requests
         assert all(each.reserved_bytes == each.allocated_bytes for each in reserved)
@@ -326,16 +339,16 @@ def test_after_a_caught_oom_no_tensor_of_the_failed_attempt_is_alive():
     needed = peak_needed("qwen-image-2.1")
     with bench("qwen-image-2.1", capacity_bytes=needed - 1) as test:
         levels = []
-        sweep = Warmup.sweep
+        sweep = DiffusersHost.sweep
 
-        def watched(warmup: Warmup):
-            swept = sweep(warmup)
+        def watched(host: DiffusersHost):
+            swept = sweep(host)
             levels.append((swept.failure is not None, test.card.read().allocated_bytes))
             return swept
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Warmup, "sweep", watched)
-            outcome = run_loop(test.pipeline, test.card, test.settings(explore=1))
+            patch.setattr(DiffusersHost, "sweep", watched)
+            outcome = test.loop(explore=1)
         (failed, after_baseline), (oom, _) = levels[:2]
         assert (failed, oom) == (False, True)
         outcome.close()

@@ -9,15 +9,14 @@ from bench_card import bench
 from pipeline_image import image_of
 
 from residency.offload.errors import CancelledError, HostMemoryError, OvertimeError
+from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.limit import Limit
-from residency.phases.warmup import Warmup
-from residency.planner.account import account
-from residency.planner.event import Step
-from residency.planner.journal.log import Log
-from residency.planner.journal.record import CandidateRecord
-from residency.planner.loop import run_loop
-from residency.planner.plan import Status, Verdict
-from residency.planner.pricing import Pricing
+from residency.phases.schedule import Schedule
+from residency.planner.account.account import account
+from residency.planner.choosing.prices import Pricing
+from residency.planner.journal.journal import Log
+from residency.planner.plan import Status
+from residency.planner.verdict import Step, Verdict
 
 FAMILY = "qwen-image-2.1"
 
@@ -44,7 +43,7 @@ class Notes(Log):
 
     fails_at: str | None = None
     told: list[str] = field(default_factory=list)
-    candidates: list[CandidateRecord] = field(default_factory=list)
+    candidates: list[Schedule] = field(default_factory=list)
 
     def _note(self, step):
         if step == self.fails_at:
@@ -80,7 +79,7 @@ def unchanged(test):
 def test_each_step_is_logged_before_it_is_taken():
     with bench(FAMILY) as test:
         log = Notes()
-        outcome = run_loop(test.pipeline, test.card, test.settings(log=log))
+        outcome = test.loop(log=log)
         assert log.told == ["intent", "applied", "verdict", "committed"]
         outcome.close()
 
@@ -89,7 +88,7 @@ def test_a_refuted_candidate_is_logged_until_it_is_rolled_back():
     with bench(FAMILY) as test:
         log = Notes()
         listen = at(Step.TRYING, lambda n: n or test.card.faults.at_copy(60))
-        outcome = run_loop(test.pipeline, test.card, test.settings(log=log), listen=listen)
+        outcome = test.loop(log=log, listen=listen)
         first = ["intent", "applied", "verdict", "rolled back"]
         assert log.told == [*first, "intent", "applied", "verdict", "committed"]
         outcome.close()
@@ -100,7 +99,7 @@ def test_where_a_step_cannot_be_logged_nothing_stays_applied(step):
     with bench(FAMILY) as test, unchanged(test):
         log = Notes(fails_at=step)
         with pytest.raises(OSError, match=f"no space for {step}"):
-            run_loop(test.pipeline, test.card, test.settings(log=log))
+            test.loop(log=log)
         assert "committed" not in log.told
         assert log.told[-1:] == ([] if step == "intent" else ["rolled back"])
 
@@ -108,33 +107,31 @@ def test_where_a_step_cannot_be_logged_nothing_stays_applied(step):
 def test_a_candidate_that_ended_a_process_is_not_tried_nor_any_as_large():
     with bench(FAMILY) as test:
         log = Notes()
-        run_loop(test.pipeline, test.card, test.settings(log=log)).close()
+        test.loop(log=log).close()
         crashed = log.candidates[0]
         again = Notes()
-        settings = test.settings(log=again, crashed=(crashed,))
-        outcome = run_loop(test.pipeline, test.card, settings)
+        outcome = test.loop(log=again, crashed=(crashed,))
         assert crashed.key not in {each.key for each in again.candidates}
-        assert outcome.candidate is not None, "the next best is smaller, and fits"
-        held = {use.component for use in crashed.uses if use.retain_resident_layers}
-        assert not held <= {*outcome.candidate.components}
+        assert outcome.schedule is not None, "the next best is smaller, and fits"
+        assert not {*crashed.retaining} <= {*outcome.schedule.retaining}
         outcome.close()
 
 
 def sweeps(monkeypatch):
     counted = []
-    sweep = Warmup.sweep
+    sweep = DiffusersHost.sweep
 
     def counting(self):
         counted.append(1)
         return sweep(self)
 
-    monkeypatch.setattr(Warmup, "sweep", counting)
+    monkeypatch.setattr(DiffusersHost, "sweep", counting)
     return counted
 
 
-def committed(test) -> CandidateRecord:
+def committed(test) -> Schedule:
     log = Notes()
-    run_loop(test.pipeline, test.card, test.settings(log=log)).close()
+    test.loop(log=log).close()
     return log.candidates[-1]
 
 
@@ -143,13 +140,12 @@ def test_what_an_earlier_start_committed_is_verified_with_one_sweep(monkeypatch)
         record = committed(test)
         counted = sweeps(monkeypatch)
         log = Notes()
-        outcome = run_loop(test.pipeline, test.card, test.settings(log=log, verify=record))
+        outcome = test.loop(log=log, verify=record)
         assert len(counted) == 1
         assert verdicts(outcome) == [Verdict.ACCEPTED]
         assert log.told == ["intent", "applied", "verdict", "committed"]
         assert log.candidates == [record]
-        retained = {use.component for use in record.uses if use.retain_resident_layers}
-        assert {*outcome.committed.components} == retained
+        assert outcome.committed == record
         assert test.card.read().allocated_bytes > 0
         outcome.close()
 
@@ -159,11 +155,10 @@ def test_what_does_not_hold_any_more_is_searched_for_anew_and_not_tried_again():
         record = committed(test)
         log = Notes()
         listen = at(Step.VERIFYING, lambda n: test.card.faults.at_copy(60))
-        settings = test.settings(log=log, verify=record)
-        outcome = run_loop(test.pipeline, test.card, settings, listen=listen)
+        outcome = test.loop(log=log, verify=record, listen=listen)
         assert verdicts(outcome) == [Verdict.CRASH, Verdict.ACCEPTED]
         assert [each.key for each in log.candidates].count(record.key) == 1
-        plan = account(outcome, settings, test.card.card)
+        plan = account(outcome, test.settings(), test.card.card)
         assert [each.verdict for each in plan.attempts] == verdicts(outcome)
         outcome.close()
 
@@ -171,36 +166,31 @@ def test_what_does_not_hold_any_more_is_searched_for_anew_and_not_tried_again():
 def test_a_proposal_touches_nothing_and_says_what_committing_would_copy():
     with bench(FAMILY) as test, unchanged(test):
         settings = test.settings(propose_only=True)
-        outcome = run_loop(test.pipeline, test.card, settings)
+        outcome = test.loop(propose_only=True)
         assert outcome.tries == []
-        assert not any(use.retain_resident_layers for use in outcome.installation.graph.uses)
+        assert outcome.host.schedule == outcome.host.baseline
         proposed = account(outcome, settings, test.card.card)
         outcome.close()
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         done = account(outcome, settings, test.card.card)
         outcome.close()
     assert (proposed.status, done.status) == (Status.PROPOSED, Status.COMMITTED)
-    assert proposed.uses == tuple(
-        each.model_copy(update={"retain_resident_layers": False}) for each in done.uses
-    )
+    assert proposed.uses == done.uses
+    assert proposed.schedule == done.schedule
     assert proposed.h2d_bytes_per_request == done.h2d_bytes_per_request
 
 
 def test_a_cancelled_loop_leaves_the_pipeline_as_it_was_given():
     with bench(FAMILY) as test, unchanged(test):
         log, limit = Notes(), Limit()
-        settings = test.settings(log=log, limit=limit)
         with pytest.raises(CancelledError):
-            run_loop(
-                test.pipeline, test.card, settings, listen=at(Step.TRYING, lambda n: limit.cancel())
-            )
+            test.loop(log=log, limit=limit, listen=at(Step.TRYING, lambda n: limit.cancel()))
         assert log.told == ["intent", "applied", "rolled back"]
 
 
 def test_a_try_that_takes_too_long_is_slower_and_the_loop_goes_on():
     with bench(FAMILY) as test, unchanged(test):
-        settings = test.settings(patience=0.0, least_patience_s=0.0, attempts=2)
-        outcome = run_loop(test.pipeline, test.card, settings)
+        outcome = test.loop(patience=0.0, least_patience_s=0.0, attempts=2)
         assert verdicts(outcome) == [Verdict.SLOWER, Verdict.SLOWER]
         assert "longer than the 0.0 s" in outcome.tries[0].judgement.detail
         assert outcome.stopped == "2 attempts are used up"
@@ -211,22 +201,22 @@ def test_when_the_time_is_used_up_the_baseline_is_what_stays():
     with bench(FAMILY) as test, unchanged(test), ExitStack() as stack:
         limit = Limit(1000)
         listen = at(Step.TRYING, lambda n: stack.enter_context(limit.within(0.0)))
-        outcome = run_loop(test.pipeline, test.card, test.settings(limit=limit), listen=listen)
+        outcome = test.loop(limit=limit, listen=listen)
         assert verdicts(outcome) == [Verdict.SLOWER]
         assert outcome.stopped == "the time is used up"
         assert outcome.committed is None
-        assert not any(use.retain_resident_layers for use in outcome.installation.graph.uses)
+        assert outcome.host.schedule == outcome.host.baseline
         outcome.close()
 
 
 def test_without_time_for_the_baseline_nothing_is_begun():
     with bench(FAMILY) as test, unchanged(test), pytest.raises(OvertimeError):
-        run_loop(test.pipeline, test.card, test.settings(limit=Limit(0.0)))
+        test.loop(limit=Limit(0.0))
 
 
 def test_what_a_neighbour_refuted_is_tried_again_when_it_has_left():
     with bench(FAMILY) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         peak = test.card.read().peak_allocated_bytes
         best = outcome.committed
         outcome.close()
@@ -237,7 +227,7 @@ def test_what_a_neighbour_refuted_is_tried_again_when_it_has_left():
             if event.step in (Step.TRYING, Step.REFUTED):
                 test.card.others_bytes = next(sizes, 0)
 
-        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(listen=listen)
         assert verdicts(outcome) == [Verdict.OOM, Verdict.ACCEPTED]
         assert outcome.tries[0].judgement.neighbour_bytes == 2 * peak - 100_000
         assert outcome.committed.uses == best.uses
@@ -246,11 +236,11 @@ def test_what_a_neighbour_refuted_is_tried_again_when_it_has_left():
 
 def test_while_a_neighbour_stays_no_more_is_tried_than_is_left():
     with bench(FAMILY) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         outcome.close()
         grown = test.card.card.total_bytes - 500_000
         listen = at(Step.TRYING, lambda n: setattr(test.card, "others_bytes", grown))
-        outcome = run_loop(test.pipeline, test.card, test.settings(), listen=listen)
+        outcome = test.loop(listen=listen)
         assert verdicts(outcome) == [Verdict.OOM]
         assert outcome.tries[0].judgement.neighbour_bytes == grown
         assert outcome.committed is None
@@ -266,8 +256,8 @@ def test_what_the_host_cannot_lock_is_the_hosts_fault_and_stays_pageable(monkeyp
 
         monkeypatch.setattr(test.card, "pin", pin)
         pricing = Pricing(1e9, "assumed", host_budget_bytes=1 << 30)
-        outcome = run_loop(test.pipeline, test.card, test.settings(pricing=pricing))
+        outcome = test.loop(pricing=pricing)
         assert verdicts(outcome)[0] is Verdict.HOST_MEMORY
         assert verdicts(outcome)[-1] is Verdict.ACCEPTED
-        assert outcome.instance.host_bytes(outcome.committed.choice) == 0
+        assert outcome.instance.host_bytes(outcome.baseline.choice_of(outcome.committed)) == 0
         outcome.close()

@@ -7,19 +7,18 @@ from bench_card import GIB, Bench, tiny
 from pipeline_image import image_of
 
 from residency.offload.cards import custom_card
-from residency.offload.copies import CopyStream
 from residency.offload.cuda.device import CudaDevice
 from residency.offload.cuda.system import System
 from residency.offload.device import Device
 from residency.offload.errors import OrderError
+from residency.offload.layers import CopyStream
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
 from residency.offload.simulated.runtime import SimulatedRuntime
-from residency.phases.declaration import declare
-from residency.phases.family import find_family
+from residency.offload.simulated.work import Clock
+from residency.phases.component import declare
+from residency.phases.diffusers.families import find_family
 from residency.phases.shape import Shape
-from residency.planner.loop import run_loop
-from residency.planner.pricing import Pricing
+from residency.planner.choosing.prices import Pricing
 
 CLOCK = Clock(h2d_bytes_per_s=24e9, pageable_bytes_per_s=6e9, op_s=1e-5, bytes_per_s=1e12)
 
@@ -59,10 +58,12 @@ def run_in_order(family: str, device_on: Callable[[SimulatedCard], Device], **se
         test = bench_on(card, family)
         before = image_of(test.pipeline.pipeline)
         device = device_on(card)
-        outcome = run_loop(test.pipeline, device, test.settings(**settings))
+        outcome = test.loop(device=device, **settings)
         assert outcome.committed is not None
-        for measured, planned in zip(outcome.baseline.runs, outcome.planned.runs, strict=True):
-            assert torch.equal(measured.output, planned.output)
+        for measured, planned in zip(
+            outcome.baseline.sweep.runs, outcome.planned.runs, strict=True
+        ):
+            assert torch.equal(measured.output.value, planned.output.value)
             assert planned.traces[-1].seconds < measured.traces[-1].seconds
         assert device.read() == card.read()
         outcome.close()
@@ -70,7 +71,7 @@ def run_in_order(family: str, device_on: Callable[[SimulatedCard], Device], **se
         assert card.read().allocated_bytes == card.pinned_bytes == 0
         return [
             (at.phase, at.reading)
-            for run in (*outcome.baseline.runs, *outcome.planned.runs)
+            for run in (*outcome.baseline.sweep.runs, *outcome.planned.runs)
             for trace in run.traces
             for at in trace.readings
         ]
@@ -90,6 +91,6 @@ def test_a_wait_that_is_missing_ends_the_loop(monkeypatch):
     monkeypatch.setattr(CopyStream, "wait", lambda self, event: None)
     with checked() as card:
         test = bench_on(card, "qwen-image")
-        outcome = run_loop(test.pipeline, card, test.settings())
+        outcome = test.loop()
         assert outcome.failure is not None
         assert OrderError.__name__ in outcome.failure.detail

@@ -10,14 +10,15 @@ from residency.offload.cards import custom_card
 from residency.offload.device import Traits
 from residency.offload.errors import InputError
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
-from residency.phases.declaration import ResidencyMode, declare
+from residency.offload.simulated.work import Clock
+from residency.phases.component import ResidencyMode, declare
+from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.limit import Limit
 from residency.phases.shape import Shape
-from residency.planner import Options, loop, settle
-from residency.planner.account import account
-from residency.planner.loop import run_loop
-from residency.planner.plan import Status, Verdict
+from residency.planner import Options, settle
+from residency.planner.account.account import account
+from residency.planner.plan import Status
+from residency.planner.verdict import Verdict
 
 FAMILY = "qwen-image-2.1"
 GIB = 1 << 30
@@ -39,7 +40,7 @@ def timed(capacity_bytes: int = GIB, **given):
 
 def peak_of_everything() -> int:
     with bench(FAMILY) as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         peak = max(
             at.reading.peak_allocated_bytes
             for run in outcome.planned.runs
@@ -52,9 +53,8 @@ def peak_of_everything() -> int:
 
 def test_an_accepted_plan_was_timed_in_turns_with_the_baseline():
     with timed() as test:
-        settings = test.settings()
-        outcome = run_loop(test.pipeline, test.card, settings)
-        (attempt,) = account(outcome, settings, test.card.card).attempts
+        outcome = test.loop()
+        (attempt,) = account(outcome, test.settings(), test.card.card).attempts
         assert attempt.verdict is Verdict.ACCEPTED
         assert attempt.seconds < attempt.baseline_seconds
         (found,) = outcome.tries[0].comparisons
@@ -66,31 +66,29 @@ def test_an_accepted_plan_was_timed_in_turns_with_the_baseline():
 
 def test_what_a_phase_stood_still_for_prices_its_copies():
     with timed() as test:
-        outcome = run_loop(test.pipeline, test.card, test.settings(measure_only=True))
-        exposures = outcome.measured.pricing.exposures
+        outcome = test.loop(measure_only=True)
+        exposures = outcome.baseline.pricing.exposures
         assert {*exposures} == {"text_encode", "denoise"}
         assert all(0 < share <= 1 for share in exposures.values())
-        assert "exposed copies measured" in outcome.measured.pricing.source
+        assert "exposed copies measured" in outcome.baseline.pricing.source
         outcome.close()
 
 
 def test_a_candidate_that_is_slower_beyond_noise_is_refuted_and_rolled_back(monkeypatch):
     with timed() as test:
-        installed, run, install = [], test.pipeline.run, loop.Installation
+        retains, ask, run = [], DiffusersHost.run, test.pipeline.run
 
-        def installing(*given, **options):
-            installed.append(install(*given, **options))
-            return installed[-1]
+        def asked(host, shape):
+            retains[:] = host.schedule.retaining
+            return ask(host, shape)
 
         def slow_where_it_retains(shape, *, seed=0):
-            graph = installed[0].conductor.graph
-            if graph is not None and any(use.retain_resident_layers for use in graph.uses):
-                test.card.timeline.host_s += 10.0
+            test.card.timeline.host_s += 10.0 * bool(retains)
             return run(shape, seed=seed)
 
-        monkeypatch.setattr(loop, "Installation", installing)
+        monkeypatch.setattr(DiffusersHost, "run", asked)
         monkeypatch.setattr(test.pipeline, "run", slow_where_it_retains)
-        outcome = run_loop(test.pipeline, test.card, test.settings(attempts=1))
+        outcome = test.loop(attempts=1)
         assert [each.judgement.verdict for each in outcome.tries] == [Verdict.SLOWER]
         assert "s in the baseline" in outcome.tries[0].judgement.detail
         assert outcome.committed is None
@@ -105,7 +103,7 @@ def test_where_a_full_card_spills_and_its_counters_do_not_tell_time_refutes(monk
         monkeypatch.setattr(
             test.card, "read", lambda: replace(read(), total_bytes=read().total_bytes + GIB)
         )
-        outcome = run_loop(test.pipeline, test.card, test.settings())
+        outcome = test.loop()
         first = outcome.tries[0]
         assert first.judgement.verdict is Verdict.SLOWER
         assert first.rolled_back
@@ -116,9 +114,7 @@ def test_where_a_full_card_spills_and_its_counters_do_not_tell_time_refutes(monk
 def test_a_try_that_takes_five_times_as_long_is_ended():
     """WS-03: a profile that doesn't finish a step in hours is given up after a few baselines."""
     with timed() as test:
-        outcome = run_loop(
-            test.pipeline, test.card, test.settings(attempts=1, least_patience_s=0.0, patience=0.0)
-        )
+        outcome = test.loop(attempts=1, least_patience_s=0.0, patience=0.0)
         assert [each.judgement.verdict for each in outcome.tries] == [Verdict.SLOWER]
         assert test.settings().patience == 5.0
         outcome.close()
@@ -139,8 +135,7 @@ class NotedLimit(Limit):
 def test_a_comparison_is_given_the_time_of_all_its_sweeps():
     with timed() as test:
         limit = NotedLimit()
-        settings = test.settings(limit=limit, least_patience_s=0.0, patience=1000.0)
-        outcome = run_loop(test.pipeline, test.card, settings)
+        outcome = test.loop(limit=limit, least_patience_s=0.0, patience=1000.0)
         sweep_s, comparison_s = limit.within_s
         assert comparison_s == pytest.approx(6 * sweep_s)
         outcome.close()

@@ -1,165 +1,141 @@
-import re
-import threading
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 
-import pytest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from serving import sample
 
-from residency.offload.errors import InputError
-from residency.offload.oom import OomKind
-from residency.planner.serving.exposition import Counter, Gauge, Summary
-from residency.planner.serving.metrics import Metrics, Release, Served
+from residency.planner.serving.metrics import Metrics, Served
 
-# As the text format 0.0.4 has them: https://prometheus.io/docs/instrumenting/exposition_formats/
-NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'
-NUMBER = r"(?:[+-]Inf|NaN|[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
-SAMPLE = re.compile(rf"({NAME})(?:\{{({LABEL}(?:,{LABEL})*)\}})? ({NUMBER})")
-SUFFIXES = {"counter": ("",), "gauge": ("",), "summary": ("_sum", "_count")}
-
-
-def check_format(text: str) -> dict[str, float]:
-    """The samples, after every line was found to be in its place."""
-    assert text.endswith("\n")
-    samples: dict[str, float] = {}
-    seen: set[str] = set()
-    name = kind = None
-    lines = iter(text.removesuffix("\n").split("\n"))
-    for line in lines:
-        helped = re.fullmatch(rf"# HELP ({NAME}) (?:[^\\]|\\[\\n])+", line)
-        if helped:
-            typed = re.fullmatch(rf"# TYPE ({NAME}) (\w+)", next(lines))
-            name, kind = typed[1], typed[2]
-            assert name == helped[1]
-            assert name not in seen
-            seen.add(name)
-            assert name.endswith("_total") == (kind == "counter")
-            continue
-        sample = SAMPLE.fullmatch(line)
-        assert sample, line
-        assert sample[1].removeprefix(name) in SUFFIXES[kind]
-        key = line.rpartition(" ")[0]
-        assert key not in samples
-        samples[key] = float(sample[3])
-    return samples
+# What dashboards and alerts are written against: kind, and the labels of each sample.
+FAMILIES = {
+    "residency_requests": ("counter", {"outcome"}),
+    "residency_outside_envelope": ("counter", {"policy"}),
+    "residency_ooms": ("counter", {"kind"}),
+    "residency_retries": ("counter", set()),
+    "residency_released": ("counter", {"cause"}),
+    "residency_demotions": ("counter", set()),
+    "residency_retained_bytes": ("gauge", {"component"}),
+    "residency_headroom_bytes": ("gauge", {"phase", "shape"}),
+    "residency_free_bytes": ("gauge", set()),
+    "residency_request_seconds": ("summary", {"outcome"}),
+    "residency_settled": ("gauge", set()),
+    "residency_state": ("gauge", {"state"}),
+}
+SUFFIXES = {"counter": {"_total"}, "gauge": {""}, "summary": {"_sum", "_count"}}
 
 
-def test_the_text_of_a_fresh_server_has_every_counter_at_0():
-    samples = check_format(Metrics().text())
-    for name, label, values in (
-        ("requests", "outcome", Served),
-        ("released", "cause", Release),
-        ("ooms", "kind", (OomKind.DEVICE, OomKind.FRAGMENTED, OomKind.TRANSIENT)),
-    ):
-        for value in values:
-            assert samples[f'residency_{name}_total{{{label}="{value}"}}'] == 0
-    assert samples["residency_retries_total"] == samples["residency_demotions_total"] == 0
-
-
-def test_what_was_counted_stands_in_the_text():
+def test_names_kinds_and_labels_are_those_that_dashboards_know():
     metrics = Metrics()
-    metrics.requests.add(outcome=Served.PLANNED)
-    metrics.requests.add(2, outcome=Served.PLANNED)
-    metrics.request_seconds.observe(0.25, outcome=Served.PLANNED)
-    metrics.request_seconds.observe(0.5, outcome=Served.PLANNED)
-    metrics.retained_bytes.set(9_749_889_024, component="text_encoder")
-    samples = check_format(metrics.text())
-    assert samples['residency_requests_total{outcome="planned"}'] == 3
-    assert samples['residency_request_seconds_sum{outcome="planned"}'] == 0.75
-    assert samples['residency_request_seconds_count{outcome="planned"}'] == 2
-    assert 'residency_retained_bytes{component="text_encoder"} 9749889024\n' in metrics.text()
+    metrics.outside_envelope.labels(policy="refuse")
+    metrics.request_seconds.labels(outcome=Served.PLANNED).observe(0.25)
+    metrics.retained_bytes.replace({("text_encoder",): 9_749_889_024})
+    metrics.headroom_bytes.replace({("denoise", '64x64:tokens=16\\"x"\n'): -5})
+    metrics.state.replace({("planned",): 1})
+    read = {each.name: each for each in text_string_to_metric_families(metrics.text())}
+    assert read.keys() == FAMILIES.keys()
+    for name, (kind, labels) in FAMILIES.items():
+        samples = read[name].samples
+        assert read[name].type == kind
+        assert {each.name.removeprefix(name) for each in samples} == SUFFIXES[kind]
+        assert {frozenset(each.labels) for each in samples} == {frozenset(labels)}
+    (headroom,) = read["residency_headroom_bytes"].samples
+    assert (headroom.labels["shape"], headroom.value) == ('64x64:tokens=16\\"x"\n', -5)
 
 
-def test_label_values_and_help_are_escaped():
-    lock = threading.RLock()
-    gauge = Gauge(lock, "g", 'one\\two\nthree "four"', ("phase", "shape"))
-    gauge.set(1, phase='a\\b\n"c"', shape="1x1:tokens=1,guidance=1")
-    assert [*gauge.lines()] == [
-        '# HELP g one\\\\two\\nthree "four"',
-        "# TYPE g gauge",
-        'g{phase="a\\\\b\\n\\"c\\"",shape="1x1:tokens=1,guidance=1"} 1',
-    ]
+def test_a_fresh_server_has_its_counters_at_0():
+    metrics = Metrics()
+    read = {
+        (each.name.removeprefix("residency_"), *each.labels.values()): each.value
+        for family in metrics.registry.collect()
+        for each in family.samples
+        if family.type == "counter"
+    }
+    outcomes = ("planned", "baseline", "retried", "oom", "error", "outside", "busy")
+    assert read == dict.fromkeys(
+        [
+            *(("requests_total", outcome) for outcome in outcomes),
+            *(("released_total", cause) for cause in ("outside", "neighbour", "oom")),
+            *(("ooms_total", kind) for kind in ("device", "fragmented", "transient")),
+            ("retries_total",),
+            ("demotions_total",),
+        ],
+        0,
+    )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (1 << 40, "1099511627776"),
-        (-5, "-5"),
-        (0.1, "0.1"),
-        (1e300, "1e+300"),
-        (float("inf"), "+Inf"),
-        (float("-inf"), "-Inf"),
-        (float("nan"), "NaN"),
-    ],
-)
-def test_numbers_are_written_as_prometheus_reads_them(value: float, text: str):
-    gauge = Gauge(threading.RLock(), "g", "A gauge.")
-    gauge.set(value)
-    assert [*gauge.samples()] == [f"g {text}"]
-    assert SAMPLE.fullmatch(f"g {text}")
+def test_two_settlements_count_each_for_itself():
+    one, other = Metrics(), Metrics()
+    one.retries.inc()
+    one.state.replace({("planned",): 1})
+    assert (sample(one, "retries_total"), sample(other, "retries_total")) == (1, 0)
+    assert sample(other, "state", state="planned") is None
 
 
-def test_a_counter_does_not_go_down():
-    counter = Counter(threading.RLock(), "c_total", "A counter.")
-    counter.add(2)
-    with pytest.raises(InputError, match="can't go down by 1"):
-        counter.add(-1)
-    assert counter.value() == 2
+OLD = {("encode",): 1, ("denoise",): 1}
+NEW = {("denoise",): 2, ("decode",): 2}
 
 
-def test_labels_that_a_family_does_not_have_are_refused():
-    summary = Summary(threading.RLock(), "s", "A summary.", ("outcome",))
-    with pytest.raises(InputError, match="was given the labels"):
-        summary.observe(1.0)
-    with pytest.raises(InputError, match=r"\['outcome', 'phase'\]"):
-        summary.observe(1.0, outcome="planned", phase="denoise")
-    assert summary.count(outcome="planned") == 0
+def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    (family,) = (f for f in metrics.registry.collect() if f.name == "residency_retained_bytes")
+    return {tuple(each.labels.values()): each.value for each in family.samples}
 
 
 def test_samples_that_are_replaced_are_gone():
-    gauge = Gauge(threading.RLock(), "g", "A gauge.", ("phase",))
-    gauge.set(1, phase="denoise")
-    gauge.replace({("vae_decode",): 2})
-    assert [*gauge.samples()] == ['g{phase="vae_decode"} 2']
-
-
-def test_no_count_is_lost_between_threads(monkeypatch):
     metrics = Metrics()
-    gate = threading.Barrier(8)
-
-    class Slow(dict):
-        def get(self, *given):
-            """Between reading and writing, the other threads get their chance."""
-            found = super().get(*given)
-            threading.Event().wait(0.0005)
-            return found
-
-    monkeypatch.setattr(metrics.ooms, "_values", Slow(metrics.ooms._values))
-
-    def count() -> None:
-        gate.wait()
-        for _ in range(20):
-            metrics.ooms.add(kind=OomKind.DEVICE)
-            check_format(metrics.text())
-
-    threads = [threading.Thread(target=count) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert metrics.ooms.value(kind=OomKind.DEVICE) == 160
+    metrics.retained_bytes.replace(OLD)
+    metrics.retained_bytes.replace(NEW)
+    assert scraped(metrics) == NEW
 
 
-def test_prometheus_own_parser_reads_the_text():
-    parser = pytest.importorskip("prometheus_client.parser")
+def test_a_scrape_amid_a_replacement_finds_all_of_the_old():
     metrics = Metrics()
-    metrics.headroom_bytes.set(-5, phase="denoise", shape='64x64:tokens=16\\"x"')
-    metrics.request_seconds.observe(0.5, outcome=Served.BASELINE)
-    read = {
-        (sample.name, *sample.labels.items()): sample.value
-        for family in parser.text_string_to_metric_families(metrics.text())
-        for sample in family.samples
-    }
-    shape = ("shape", '64x64:tokens=16\\"x"')
-    assert read["residency_headroom_bytes", ("phase", "denoise"), shape] == -5
-    assert read["residency_request_seconds_count", ("outcome", "baseline")] == 1
-    assert len(read) == len(check_format(metrics.text()))
+    metrics.retained_bytes.replace(OLD)
+    found = []
+
+    class Scraped(Mapping):
+        """NEW, and whenever one of its samples is asked for there is a scrape."""
+
+        def __getitem__(self, key) -> float:
+            found.append(scraped(metrics))
+            return NEW[key]
+
+        def __iter__(self) -> Iterator:
+            return iter(NEW)
+
+        def __len__(self) -> int:
+            return len(NEW)
+
+    metrics.retained_bytes.replace(Scraped())
+    assert found
+    assert all(each == OLD for each in found)
+    assert scraped(metrics) == NEW
+
+
+def test_a_replacement_amid_a_scrape_leaves_it_all_of_the_old(monkeypatch):
+    metrics = Metrics()
+    metrics.retained_bytes.replace(OLD)
+    add = GaugeMetricFamily.add_metric
+
+    def replaced_first(family, labels, value) -> None:
+        metrics.retained_bytes.replace(NEW)
+        add(family, labels, value)
+
+    monkeypatch.setattr(GaugeMetricFamily, "add_metric", replaced_first)
+    assert scraped(metrics) == OLD
+    assert scraped(metrics) == NEW
+
+
+def test_values_that_are_changed_after_a_replacement_change_nothing():
+    metrics = Metrics()
+    given = dict(OLD)
+    metrics.retained_bytes.replace(given)
+    given.clear()
+    assert scraped(metrics) == OLD
+
+
+def test_metrics_import_no_torch():
+    code = "import residency.planner.serving.metrics, sys; print('torch' in sys.modules)"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
+    assert done.stdout == "False\n"

@@ -13,10 +13,11 @@ import pytest
 from journaling import FINGERPRINT, OTHER
 
 from residency.offload.errors import PlanFileError, StalePlanError
+from residency.phases.schedule import NOTHING
+from residency.planner.fingerprint import Fingerprint
 from residency.planner.journal.file import replace_file
-from residency.planner.plan import Plan, Status
-from residency.planner.planfile.fingerprint import Fingerprint
-from residency.planner.report import Report
+from residency.planner.plan import Plan, Report, Status
+from residency.planner.planfile import read_report, write_report
 
 OLD, NEW = b"old\n", b"new\n" * 10_000
 
@@ -42,6 +43,7 @@ def plan(card: str, fingerprint: Fingerprint | None) -> Plan:
         status=Status.BASELINE_ONLY,
         components=(),
         shapes=(),
+        schedule=NOTHING,
         uses=(),
         phases=(),
         attempts=(),
@@ -78,8 +80,8 @@ def left_over(path: Path) -> list[str]:
 
 def test_a_report_is_read_with_its_fingerprint_as_it_was_written(tmp_path):
     made = report(plan("RTX 5090", FINGERPRINT))
-    made.write(tmp_path / "plan.json")
-    assert Report.read(tmp_path / "plan.json") == made
+    write_report(made, tmp_path / "plan.json")
+    assert read_report(tmp_path / "plan.json") == made
     text = (tmp_path / "plan.json").read_text()
     assert '"driver": "570.86"' in text
     assert text.endswith("}\n")
@@ -165,7 +167,7 @@ def test_a_full_disk_is_a_plan_file_error_with_a_hint(path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(PlanFileError, match=r"can't be written: No space left on device") as failed:
-        report().write(path)
+        write_report(report(), path)
     assert failed.value.hint
     assert path.read_bytes() == OLD
 
@@ -200,7 +202,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_old_file(small_disk):
     replace_file(path, OLD)
     subprocess.run(("mount", "-o", "remount,ro", small_disk), check=True)
     with pytest.raises(PlanFileError, match="Read-only file system"):
-        report().write(path)
+        write_report(report(), path)
     assert path.read_bytes() == OLD
 
 

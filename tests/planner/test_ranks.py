@@ -17,8 +17,9 @@ import pytest
 from residency.offload.errors import InputError
 from residency.planner.ranks.rendezvous import meet
 
+long = pytest.mark.long
 PROGRAM = Path(__file__).with_name("rank_program.py")
-ENDS_S = 60
+ENDS_S = 600
 """A step that has no end would take longer."""
 
 Told = dict[int, dict[str, Any]]
@@ -89,7 +90,7 @@ def all_end(told: Told, at_fault: int, message: str) -> None:
             assert each["ranks"] == [at_fault]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=long)])
 def test_every_rank_hears_all_in_order_however_late_they_come(run: Run, ranks: int) -> None:
     told = run("slow", ranks)
     heard = [*(rank * 10 for rank in range(ranks)), *range(ranks)]
@@ -99,7 +100,7 @@ def test_every_rank_hears_all_in_order_however_late_they_come(run: Run, ranks: i
     assert all(each["world"] == each["local"] == ranks for each in told.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=long)])
 def test_all_learn_which_rank_failed_and_why(run: Run, ranks: int) -> None:
     told = run("raises-1", ranks)
     assert told[1]["raised"] == "ValueError: the copy engine is on fire"
@@ -120,14 +121,14 @@ def test_a_rank_that_sleeps_is_named_and_learns_of_it_when_it_wakes_up(run: Run)
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=long)])
 def test_a_rank_that_is_killed_is_named_long_before_its_time_is_up(run: Run, ranks: int) -> None:
     told = run("dies-1", ranks)
     assert {*told} == {*range(ranks)} - {1}
     all_end(told, 1, "rank 1 gave no sign of life for 3 s, last seen after `applied`")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=long), 3])
 def test_without_the_rank_that_holds_the_store_the_others_end(run: Run, ranks: int) -> None:
     told = run("dies-0", ranks)
     assert {*told} == {*range(1, ranks)}
@@ -189,6 +190,7 @@ def test_a_server_can_start_its_own_group_afterwards(run: Run) -> None:
     assert [(each.get("error"), each["reduced"]) for each in told.values()] == [(None, 3)] * 3
 
 
+@long
 @pytest.mark.parametrize(("ranks", "scenario"), [(2, "slow"), (4, "raises-1")])
 def test_ranks_of_torchrun_agree(tmp_path: Path, ranks: int, scenario: str) -> None:
     process = subprocess.Popen(

@@ -10,13 +10,16 @@ from residency.offload.errors import (
     OffloadError,
     OutsideEnvelopeError,
 )
+from residency.phases.diffusers.undo import Residue
+from residency.phases.schedule import Schedule
 from residency.phases.shape import Shape
 from residency.planner import Mode, Options, Settlement, settle
-from residency.planner.event import Step
 from residency.planner.journal.history import History
 from residency.planner.journal.journal import Journal
 from residency.planner.journal.lock import PlannerLock
-from residency.planner.plan import Status, Verdict
+from residency.planner.plan import Status
+from residency.planner.planfile import write_report
+from residency.planner.verdict import Step, Verdict
 
 FAMILY = FAMILIES[0]
 OPTIONS = Options(margin_bytes=0)
@@ -39,11 +42,13 @@ def test_one_call_settles_serves_and_puts_back(family):
         settlement = settled(test)
         assert settlement.status is Status.COMMITTED
         assert settlement.plan.attempts[-1].verdict is Verdict.ACCEPTED
+        residue = Residue(test.pipeline)  # what a request leaves on a pipeline is its own
         with settlement.guard(test.shape):
             image = test.pipeline.run(test.shape).value.cpu()
         again = settlement.serve(test.shape, lambda: test.pipeline.run(test.shape).value.cpu())
         assert torch.equal(image, again)
         assert settlement.check().holds
+        residue.restore()
         settlement.close()
         assert image_of(test.pipeline.pipeline).differences(before) == []
         assert test.card.read().allocated_bytes == 0
@@ -127,9 +132,13 @@ def test_a_plan_file_of_something_else_than_was_committed_is_not_believed(tmp_pa
     with bench(FAMILY) as test:
         first = settled(test, journal=journal)
         first.close()
-        uses = tuple(use.model_copy(update={"retained_set": (0,)}) for use in first.plan.uses)
-        plan = first.plan.model_copy(update={"uses": uses})
-        first.report.model_copy(update={"plans": (plan,)}).write(tmp_path / "journal.plan.json")
+        uses = (
+            hold.model_copy(update={"retained_set": hold.retained_set[:1]})
+            for hold in first.plan.schedule.uses
+        )
+        plan = first.plan.model_copy(update={"schedule": Schedule(uses=tuple(uses))})
+        report = first.report.model_copy(update={"plans": (plan,)})
+        write_report(report, tmp_path / "journal.plan.json")
         second = settled(test, journal=journal)
         assert not second.verified
         assert "isn't what the journal says" in second.warnings[0]
@@ -259,8 +268,10 @@ def test_it_can_be_settled_again_between_two_requests():
         test.card.others_bytes = 0
         settlement.resettle()
         assert settlement.plan.uses == first
+        residue = Residue(test.pipeline)
         with settlement.guard(test.shape):
             test.pipeline.run(test.shape)
+        residue.restore()
         settlement.close()
         assert test.card.read().allocated_bytes == 0
 

@@ -7,29 +7,29 @@ from dataclasses import replace
 import pytest
 
 from residency.offload.cards import custom_card, find_card
-from residency.offload.floor import FreeFloor
+from residency.offload.device import FreeFloor
 from residency.offload.simulated.card import SimulatedCard
-from residency.phases.declaration import ResidencyMode, declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.family import find_family
+from residency.phases.component import ResidencyMode, declare
+from residency.phases.diffusers.families import find_family
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.shape import Shape
-from residency.planner.candidate import Candidate
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Choice
-from residency.planner.choosing.part import copied_bytes
-from residency.planner.loop import run_loop
-from residency.planner.outcome import Outcome
-from residency.planner.plan import Verdict
-from residency.planner.pricing import Pricing
-from residency.planner.report import Report
-from residency.planner.request import MARGIN_BYTES, PlanRequest
-from residency.planner.service import plan
-from residency.planner.settings import Settings
-from residency.planner.transaction import Assign, Transaction
-from residency.planner.validation import judge
+from residency.planner.choosing.choose import Chosen, choose
+from residency.planner.choosing.model import Choice, copied_bytes
+from residency.planner.choosing.prices import Pricing
+from residency.planner.dry_run import MARGIN_BYTES, PlanRequest, plan
+from residency.planner.loop import Outcome, run_loop
+from residency.planner.plan import Report
+from residency.planner.proof import Settings, Transaction
+from residency.planner.verdict import Verdict, judge
 
 GIB = 1 << 30
 UNLIMITED = 1 << 50
+OTHERS = (
+    ("qwen-image", "1328x1328"),
+    ("flux.1-dev", "1024x1024"),
+    ("wan2.1-t2v-14b", "832x480x81"),
+)
 
 
 @contextmanager
@@ -40,9 +40,10 @@ def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterato
     layerwise = ResidencyMode.LAYERWISE_OFFLOAD
     sized = frozenset(name for name, each in declared.items() if each.mode is layerwise)
     pricing = Pricing.assumed(find_card("RTX 4090"))
-    given = Settings((Shape.parse(shape),), declared, MARGIN_BYTES, pricing, sized, **settings)
+    given = Settings(MARGIN_BYTES, pricing, **settings)
     with card:
-        outcome = run_loop(pipeline, card, given)
+        host = DiffusersHost(pipeline, card, [Shape.parse(shape)], declared, sized=sized)
+        outcome = run_loop(host, given)
         yield outcome
         if outcome.failure is None:
             outcome.close()
@@ -53,15 +54,13 @@ def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterato
     ("family", "shape"),
     [
         ("qwen-image-2.1", "1024x1024"),
-        ("qwen-image", "1328x1328"),
-        ("flux.1-dev", "1024x1024"),
-        ("wan2.1-t2v-14b", "832x480x81"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS),
     ],
 )
 def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
     card = SimulatedCard(custom_card(UNLIMITED), virtual=True)
     with settled(family, shape, card, measure_only=True) as outcome:
-        measured = outcome.measured
+        measured = outcome.baseline
     plans = []
     for capacity in range(8, 97):
         instance = measured.rooms(capacity * GIB - UNLIMITED)
@@ -79,25 +78,17 @@ def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
 
 
 def back_to_baseline(outcome: Outcome) -> None:
-    installation, measured = outcome.installation, outcome.measured
-    for use in measured.uses(measured.baseline):
-        Assign(installation.graph, use, installation.placements[use.component]).apply()
-        installation.placements[use.component].release_all()
+    Transaction(outcome.host, outcome.host.baseline).apply()
 
 
 def accepts(outcome: Outcome, choice: Choice) -> bool:
     """Whether validation accepts `choice` when it is applied to the baseline."""
-    installation, measured = outcome.installation, outcome.measured
-    candidate = Candidate(choice, tuple(measured.uses(choice)))
-    operations = [
-        Assign(installation.graph, use, installation.placements[use.component])
-        for use in candidate.uses
-    ]
-    transaction = Transaction(installation.pipeline, installation.device, operations)
+    host, baseline = outcome.host, outcome.baseline
+    transaction = Transaction(host, baseline.schedule(choice))
     transaction.apply()
-    with FreeFloor(installation.device, every_s=None) as floor:
-        sweep = installation.warmup.sweep()
-    verdict = judge(sweep, outcome.baseline, floor, margin_bytes=MARGIN_BYTES).verdict
+    with FreeFloor(host, every_s=None) as floor:
+        sweep = host.sweep()
+    verdict = judge(sweep, baseline.sweep, floor, margin_bytes=MARGIN_BYTES).verdict
     del sweep
     transaction.rollback()
     return verdict is Verdict.ACCEPTED
@@ -105,9 +96,9 @@ def accepts(outcome: Outcome, choice: Choice) -> bool:
 
 def with_more(outcome: Outcome, component: str, layers: int) -> Choice | None:
     """The committed choice with so many layers more retained of one component's running class."""
-    choice = list(outcome.committed.choice)
-    number = next(n for n, p in enumerate(outcome.measured.parts) if p.component == component)
-    part, chosen = outcome.measured.parts[number], choice[number]
+    choice = list(outcome.baseline.choice_of(outcome.committed))
+    number = next(n for n, p in enumerate(outcome.baseline.parts) if p.component == component)
+    part, chosen = outcome.baseline.parts[number], choice[number]
     (running,) = (c for c, each in enumerate(part.classes) if all(each.runs))
     retained = [*chosen.retained[0]]
     retained[running] += layers
@@ -135,20 +126,13 @@ def most_accepted(outcome: Outcome, component: str) -> int:
     return accepted
 
 
+CARDS = ("RTX 5080", "RTX 4080", "L4", "RTX 5090", "A100 40GB", "RTX 6000 Ada", "A100 80GB")
+
+
 @pytest.mark.scale
 @pytest.mark.parametrize(
     "card",
-    [
-        "RTX 5080",
-        "RTX 4080",
-        "L4",
-        "RTX 4090",
-        "RTX 5090",
-        "A100 40GB",
-        "RTX 6000 Ada",
-        "A100 80GB",
-        "H100 80GB",
-    ],
+    ["RTX 4090", *(pytest.param(card, marks=pytest.mark.long) for card in (*CARDS, "H100 80GB"))],
 )
 def test_sized_plans_are_within_two_layers_of_what_validation_accepts_in_three_sweeps(card):
     """Of the component whose layers save the most a byte: the denoiser, and where it is whole,
@@ -158,7 +142,7 @@ def test_sized_plans_are_within_two_layers_of_what_validation_accepts_in_three_s
         assert 1 <= len(outcome.tries) <= 3
         assert outcome.tries[-1].judgement.verdict is Verdict.ACCEPTED
         back_to_baseline(outcome)
-        assert accepts(outcome, outcome.committed.choice)
+        assert accepts(outcome, outcome.baseline.choice_of(outcome.committed))
         for component in ("transformer", "text_encoder"):
             if with_more(outcome, component, 1) is not None:
                 assert most_accepted(outcome, component) <= 2
@@ -167,10 +151,11 @@ def test_sized_plans_are_within_two_layers_of_what_validation_accepts_in_three_s
 
 def sets(report: Report) -> list[tuple[object, ...]]:
     (made,) = report.plans
-    return [(u.component, u.resident_set, u.retained_set, u.prefetch) for u in made.uses]
+    return [(u.component, u.resident_set, u.retained_set, u.prefetch) for u in made.schedule.uses]
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_a_plan_stays_while_only_the_reading_of_free_memory_wobbles():
     mib = 1 << 20
     request = PlanRequest(
@@ -191,6 +176,7 @@ def test_a_plan_stays_while_only_the_reading_of_free_memory_wobbles():
 
 
 @pytest.mark.scale
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -205,6 +191,6 @@ def test_other_pipelines_are_sized_in_three_sweeps_and_copy_less(family, shape, 
     with settled(family, shape, device) as outcome:
         assert 1 <= len(outcome.tries) <= 3
         assert outcome.committed is not None
-        instance = outcome.measured.instance
-        committed = instance.seconds(outcome.committed.choice)
-        assert committed < instance.seconds(outcome.measured.baseline)
+        instance = outcome.baseline.instance
+        committed = instance.seconds(outcome.baseline.choice_of(outcome.committed))
+        assert committed < instance.seconds(outcome.baseline.choice)

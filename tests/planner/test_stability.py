@@ -6,10 +6,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instances import PAGEABLE, instance, instances, part
 
-from residency.planner.choosing.choice import Chosen, choose
-from residency.planner.choosing.instance import Instance
-from residency.planner.choosing.part import Mode, nothing_retained
-from residency.planner.choosing.stability import kept
+from residency.planner.choosing.choose import Chosen, choose, kept
+from residency.planner.choosing.model import Instance, Mode, nothing_retained
 
 WOBBLE = 6
 """Bytes, for the rooms of small instances."""

@@ -10,9 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from residency.offload.errors import RankError
-from residency.planner.ranks.line import Line, LineError
 from residency.planner.ranks.pulse import FAILED, Pulse
-from residency.planner.ranks.ranks import Ranks
+from residency.planner.ranks.ranks import Line, LineError, Ranks
 
 FAILURE = json.dumps({"ranks": [1], "message": "rank 1 is late", "hint": None})
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from residency.planner.planfile.structure import Adapter, Structure, distinct_bytes
+from residency.phases.diffusers.structure import Adapter, Structure, distinct_bytes
 
 
 class Block(nn.Module):
@@ -258,8 +258,9 @@ def test_a_removed_adapter_leaves_no_trace():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_real_peft_adapters_are_found():
-    peft = pytest.importorskip("peft", reason="peft isn't installed")
-    from residency.phases.family import find_family
+    import peft
+
+    from residency.phases.diffusers.families import find_family
 
     raw = find_family("flux.1-dev", tiny=True).build()
     before = Structure.of(raw.transformer)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from residency.offload.bandwidth import measure_bandwidth
-from residency.offload.copies import CopyStream
+from residency.offload.clocks import measure_bandwidth
 from residency.offload.device import Device
 from residency.offload.errors import HostMemoryError
-from residency.offload.host import HostBudget, HostMemory
+from residency.offload.host_memory import HostBudget, HostMemory, chunks
+from residency.offload.layers import CopyStream
 from residency.offload.layerwise import LayerwiseOffload
-from residency.offload.pinning import chunks
 
 from ..layered import Layers
 from ..notes import Notes

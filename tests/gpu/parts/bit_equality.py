@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from residency.offload.device import Device
-from residency.offload.host import HostBudget, HostMemory
-from residency.offload.layerwise import LayerwiseOffload
-from residency.phases.declaration import declare
-from residency.phases.diffusers import DiffusersPipeline
-from residency.phases.warmup import Failure
-from residency.planner.installation import Installation
+from residency.offload.host_memory import HostMemory
+from residency.phases.component import declare
+from residency.phases.diffusers.host import DiffusersHost
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.warmup import TensorOutput
+from residency.phases.host import Failure
+from residency.phases.schedule import Schedule
 
 from ..notes import Notes
 from ..pipelines import Source
@@ -49,11 +50,11 @@ def run(target: Target, notes: Notes) -> None:
     made: dict[str, list[torch.Tensor]] = {}
     with target.device() as device:
         for name, way in WAYS.items():
-            with _installed(device, pipeline, source, way) as installation:
-                made[name] = _outputs(target, installation)
+            with _opened(device, pipeline, source, way) as host:
+                made[name] = _outputs(target, host)
                 if name != RESIDENT:
-                    _retain(installation)
-                    made[f"{name}, retained"] = _outputs(target, installation)
+                    _follow(host, _scheduled(host, way, retains=True))
+                    made[f"{name}, retained"] = _outputs(target, host)
         notes.note("left_allocated_bytes", device.read().allocated_bytes)
     first = made[RESIDENT][0]
     notes.note("output", list(first.shape))
@@ -82,46 +83,57 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).abs().nan_to_num(0.0).max())
 
 
-def _outputs(target: Target, installation: Installation) -> list[torch.Tensor]:
+def _follow(host: DiffusersHost, schedule: Schedule) -> None:
+    for step in host.steps(schedule):
+        step.apply()
+
+
+def _outputs(target: Target, host: DiffusersHost) -> list[torch.Tensor]:
     made = []
     for _ in range(target.scale.requests):
-        request = installation.warmup.request(target.source().shape)
+        request = host.run(target.source().shape)
         if isinstance(request, Failure):
             raise RuntimeError(request.detail)
-        assert request.output is not None, "the values aren't virtual"
-        made.append(request.output)
+        assert isinstance(request.output, TensorOutput), "the values aren't virtual"
+        made.append(request.output.value)
     return made
 
 
-def _retain(installation: Installation) -> None:
-    """What is streamed, its resident set across every gap."""
-    streamed = [
-        use
-        for use in installation.graph.uses
-        if isinstance(installation.placements[use.component], LayerwiseOffload)
-    ]
-    installation.assign(replace(use, retain_resident_layers=True) for use in streamed)
+def _scheduled(host: DiffusersHost, way: _Way, *, retains: bool) -> Schedule:
+    """What is streamed, its resident set held in every use, and across every gap or not."""
+    declared = {each.name: tuple(sorted(each.declared)) for each in host.components()}
+    return Schedule(
+        uses=tuple(
+            each.model_copy(
+                update={
+                    "retain_resident_layers": retains,
+                    "resident_set": declared[each.component],
+                    "retained_set": declared[each.component] if retains else (),
+                    "pinned": way.pinned,
+                }
+            )
+            for each in host.baseline.uses
+        )
+    )
 
 
 @contextmanager
-def _installed(
+def _opened(
     device: Device, pipeline: DiffusersPipeline, source: Source, way: _Way
-) -> Iterator[Installation]:
-    declarations = declare(pipeline.components, way.residency, way.resident_layers)
-    installation = Installation(
-        pipeline, device, declarations, (source.shape,), prefetch=way.prefetch
+) -> Iterator[DiffusersHost]:
+    host = DiffusersHost(
+        pipeline,
+        device,
+        (source.shape,),
+        declare(pipeline.components, way.residency, way.resident_layers),
+        prefetch=way.prefetch,
+        host_bytes=HostMemory.read().budget_bytes() if way.pinned else None,
     )
-    transaction = installation.transaction()
     try:
-        transaction.apply()
-        if way.pinned:
-            host = HostBudget(HostMemory.read().budget_bytes())
-            for placement in installation.placements.values():
-                if isinstance(placement, LayerwiseOffload):
-                    placement.pin_masters(host)
-        failure = installation.warmup.discover()
+        failure = host.open()
         if failure is not None:
             raise RuntimeError(failure.detail)
-        yield installation
+        _follow(host, _scheduled(host, way, retains=False))
+        yield host
     finally:
-        transaction.rollback()
+        host.close()

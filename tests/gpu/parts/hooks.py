@@ -10,11 +10,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from residency.offload.bandwidth import measure_bandwidth
+from residency.offload.clocks import LayerTimer, UseTime, measure_bandwidth
 from residency.offload.device import Device
-from residency.offload.host import HostBudget, HostMemory
+from residency.offload.host_memory import HostBudget, HostMemory
 from residency.offload.layerwise import LayerwiseOffload
-from residency.offload.timing import LayerTimer, UseTime
 
 from ..layered import Layers
 from ..notes import Notes
@@ -108,7 +107,7 @@ def _overlap(target: Target, device: Device, notes: Notes) -> None:
     finally:
         offload.timer = None
         offload.remove()
-    hidden = 1 - use.exposed_share(rate)
+    hidden = 1 - _exposed(use, rate)
     notes.note("copies_s", use.copy_bytes / rate)
     notes.note("compute_s", use.compute_s)
     notes.note("stall_s", use.stall_s)
@@ -116,12 +115,17 @@ def _overlap(target: Target, device: Device, notes: Notes) -> None:
     notes.note("hidden_share_of_copies", hidden)
     # The first copy of a use has nothing before it to hide behind.
     notes.note("most_that_can_be_hidden", 1 - 1 / len(use.layers))
-    notes.note("hidden_with_one_repeat", 1 - once.exposed_share(rate))
+    notes.note("hidden_with_one_repeat", 1 - _exposed(once, rate))
     notes.require(
         hidden >= LEAST_HIDDEN,
         f"{hidden:.0%} of copies are hidden behind {COMPUTE} times their time of compute, and "
         f"{LEAST_HIDDEN:.0%} is the least",
     )
+
+
+def _exposed(use: UseTime, bytes_per_s: float) -> float:
+    """Of the time that the copies take, that in which compute stood still."""
+    return use.stall_s * bytes_per_s / use.copy_bytes
 
 
 def _timed_use(target: Target, device: Device, offload: LayerwiseOffload) -> UseTime:

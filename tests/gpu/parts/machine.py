@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from residency.offload.host import HostMemory
-from residency.offload.inspection import Nature
+from residency.offload.device import Nature
+from residency.offload.host_memory import HostMemory
 
 from ..notes import Notes
 from ..target import Target

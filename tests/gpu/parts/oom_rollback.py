@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from residency.offload.device import Device, Reading
-from residency.planner.event import Event, Step
-from residency.planner.hardware import Hardware
-from residency.planner.plan import Verdict
+from residency.offload.hardware import Hardware
+from residency.phases.host import Made
+from residency.planner.choosing.prices import Pricing
+from residency.planner.verdict import Event, Step, Verdict
 
 from ..capped import capped
 from ..notes import Notes
@@ -23,7 +24,7 @@ def run(target: Target, notes: Notes) -> None:
     planning = Planning(target, source, pipeline)
     with target.device() as device:
         # Without a host budget nothing is pinned, so that retaining is all there is to try.
-        pricing = replace(Hardware.of(device).pricing({}, None), host_budget_bytes=None)
+        pricing = replace(Pricing.of(Hardware.of(device), {}, None), host_budget_bytes=None)
         needs = planning.needs(device, pricing)
         device.release_cache()
         with capped(target, device, needs.too_small_bytes) as card:
@@ -50,11 +51,10 @@ def run(target: Target, notes: Notes) -> None:
                 )
             notes.require(bool(watch.apart), "no rollback was seen")
 
-            with outcome.installation.conductor.request():
-                image = pipeline.run(source.shape).value.cpu()
-            with outcome.installation.conductor.request():
-                again = pipeline.run(source.shape).value.cpu()
-            notes.note("next_request_runs", True)
+            made = [outcome.host.run(source.shape) for _ in range(2)]
+            runs = all(isinstance(each, Made) for each in made)
+            notes.note("next_request_runs", runs)
+            image, again = (each.output.value for each in made)
             notes.require(same_bits(image, again), "two requests after it make different bits")
             outcome.close()
             left = apart_bytes(before, device.read())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from residency.phases.diffusers.undo import Residue
 from residency.planner import Mode, Options, Settlement, settle
 from residency.planner.plan import Status
 
@@ -46,12 +47,14 @@ def run(target: Target, notes: Notes) -> None:
                 settlement.verified is is_verified,
                 f"{name} {'searched' if is_verified else 'verified'}",
             )
+            residue = Residue(pipeline)  # what requests leave on a pipeline is their own
             for _ in range(2):
                 images.append(
                     settlement.serve(source.shape, lambda: pipeline.run(source.shape).value.cpu())
                 )
             notes.require(settlement.check().holds, f"the evidence of {name} doesn't hold")
             _note_plan(settlement, name, notes)
+            residue.restore()
             settlement.close()
             left = device.read().allocated_bytes - before
             notes.note(f"{name}_left_bytes", left)

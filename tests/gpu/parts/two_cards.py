@@ -5,12 +5,10 @@ With the peaks that a simulated card predicts, and the seconds that retaining sa
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from residency.offload.device import Device, Reading
-from residency.planner.hardware import Hardware
+from residency.offload.hardware import Hardware
+from residency.planner.choosing.prices import Pricing
 from residency.planner.loop import run_loop
-from residency.planner.pricing import Pricing
 
 from ..capped import capped
 from ..notes import Notes
@@ -30,7 +28,7 @@ def run(target: Target, notes: Notes) -> None:
     planning = Planning(target, source, pipeline)
     measured: dict[str, dict[str, int]] = {}
     with target.device() as device:
-        pricing = Hardware.of(device).pricing({}, None)
+        pricing = Pricing.of(Hardware.of(device), {}, None)
         notes.note("copy_rate", pricing.source)
         small, large = source.cards_bytes or _like_them(planning, device, pricing)
         for name, total_bytes in (("small", small), ("large", large)):
@@ -85,8 +83,9 @@ def _predicted(target: Target, source: Source, reading: Reading) -> dict[str, in
     pipeline = source.build_virtual()
     planning = Planning(target, source, pipeline)
     with target.predicting(reading) as card:
-        settings = planning.settings(Pricing.assumed(card.card), card, measure_only=True)
-        outcome = run_loop(pipeline, card, replace(settings, explore=0))
+        pricing = Pricing.assumed(card.card)
+        settings = planning.settings(pricing, card, measure_only=True)
+        outcome = run_loop(planning.host(card, pricing), settings)
         if outcome.failure is not None:
             raise RuntimeError(f"it doesn't run on a simulated card: {outcome.failure.detail}")
         found = dict(peaks(outcome))

@@ -20,7 +20,7 @@ from machine import (
 )
 
 from residency.offload.cuda.system import System
-from residency.offload.inspection import FindingKind as Kind
+from residency.offload.device import FindingKind as Kind
 
 CARDS: dict[str, Machine] = {
     "RTX 5090, 31.4 GiB": Machine(31.4, 31.025, FakeNvml(board(31.84, 0.375, 0.44))),

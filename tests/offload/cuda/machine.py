@@ -14,7 +14,7 @@ from fake_nvml import Board, FakeNvml
 from residency.offload.cuda.device import CudaDevice
 from residency.offload.cuda.nvml import Nvml
 from residency.offload.cuda.system import Ram, System
-from residency.offload.inspection import FindingKind as Kind
+from residency.offload.device import FindingKind as Kind
 
 MIB = 1 << 20
 GIB = 1 << 30

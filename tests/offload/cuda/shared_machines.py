@@ -15,7 +15,7 @@ from machine import (
 )
 
 from residency.offload.cuda.system import System
-from residency.offload.inspection import FindingKind as Kind
+from residency.offload.device import FindingKind as Kind
 
 SHARED: dict[str, Machine] = {
     "ME-07: container, the process has another number for NVML": Machine(

@@ -10,9 +10,8 @@ from fake_nvml import Board, FakeNvml
 from residency.offload.cuda.device import CudaDevice
 from residency.offload.cuda.nvml import Nvml
 from residency.offload.cuda.system import Ram, System
-from residency.offload.device import Reading, Transfers
+from residency.offload.device import FindingKind, Reading, Transfers
 from residency.offload.errors import DeviceError, HostMemoryError, InputError
-from residency.offload.inspection import FindingKind
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -7,9 +7,9 @@ from machines import MACHINES
 from text_encoder import BASELINE_BYTES, MARGIN_BYTES, RETAINING_BYTES, instance, retains
 
 from residency.offload.cuda.device import CudaDevice
-from residency.offload.host import HostMemory
-from residency.offload.inspection import Inspection
-from residency.planner.choosing.choice import choose
+from residency.offload.device import Inspection
+from residency.offload.host_memory import HostMemory
+from residency.planner.choosing.choose import choose
 from residency.planner.choosing.unfit import Unfit
 
 every_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=list(MACHINES))

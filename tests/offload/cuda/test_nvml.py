@@ -5,8 +5,8 @@ import pynvml
 import pytest
 from fake_nvml import Board, FakeNvml
 
-from residency.offload.cuda.figures import GpuProcess, NvmlMemory
 from residency.offload.cuda.nvml import Nvml
+from residency.offload.cuda.system import GpuProcess, NvmlMemory
 
 GIB = 1 << 30
 

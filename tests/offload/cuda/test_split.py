@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residency.offload.cuda.capacity import os_reserve_bytes
-from residency.offload.cuda.figures import (
+from residency.offload.cuda.reconcile import reconcile
+from residency.offload.cuda.split import os_reserve_bytes, split
+from residency.offload.cuda.system import (
     Facts,
     Figures,
     GpuProcess,
     NvmlFacts,
     NvmlMemory,
     Pool,
+    Ram,
     Sample,
+    System,
 )
-from residency.offload.cuda.reconcile import reconcile
-from residency.offload.cuda.split import split
-from residency.offload.cuda.system import Ram, System
 from residency.offload.errors import DeviceError
 
 PID, OTHER = 4242, 977

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from residency.offload.cuda.capacity import os_reserve_bytes
+from residency.offload.cuda.split import os_reserve_bytes
 from residency.offload.cuda.system import Ram, System
 
 GIB = 1 << 30

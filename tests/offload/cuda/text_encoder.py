@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from residency.planner.choosing.instance import Choice, Instance, Room
-from residency.planner.choosing.part import LayerClass, Mode, Part, Pins, UseSpan
+from residency.planner.choosing.model import (
+    Choice,
+    Fixed,
+    Instance,
+    LayerClass,
+    Mode,
+    Part,
+    Room,
+    UseSpan,
+)
 
 GIB = 1 << 30
 
@@ -27,7 +35,7 @@ _PART = Part(
     (LayerClass("layers", 66, LAYER_BYTES, LAYER_BYTES, (True,)),),
     (UseSpan("text_encode", (0,), (1,), 1, (1, 2), 1.0),),
     (Mode(1, False, 1e-10, 0),),
-    Pins(resident=(43,), retained=(43,)),
+    Fixed(resident=(43,), retained=(43,)),
 )
 
 BASELINE_BYTES = max(PEAKS_BYTES.values()) + MARGIN_BYTES

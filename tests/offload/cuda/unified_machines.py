@@ -5,7 +5,7 @@ from fake_nvml import FakeNvml
 from machine import GIB, MEMORY, NOT_SUPPORTED, POOL, Machine, board, failing, gib
 
 from residency.offload.cuda.system import Ram
-from residency.offload.inspection import FindingKind as Kind
+from residency.offload.device import FindingKind as Kind
 
 GB10_TOTAL = 127600748 / (1 << 20)
 GB10_AVAILABLE = 118566368 / (1 << 20)

@@ -17,7 +17,7 @@ from machine import (
     gib,
 )
 
-from residency.offload.inspection import FindingKind as Kind
+from residency.offload.device import FindingKind as Kind
 
 PAGED: dict[str, Machine] = {
     "WS-05: WSL, 30 GiB allocated on a card of 15.99, and counters that ran over": Machine(

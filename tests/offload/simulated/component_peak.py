@@ -60,7 +60,7 @@ def on_the_card(component: Component) -> int:
 
     from residency.offload.cards import find_card
     from residency.offload.simulated.card import SimulatedCard
-    from residency.offload.simulated.virtual import mark_virtual
+    from residency.offload.simulated.storage import mark_virtual
 
     construct, inputs, method = component
     with bfloat16(), init_empty_weights(include_buffers=False):

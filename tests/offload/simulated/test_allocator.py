@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from residency.offload.errors import DeviceIntegrityError
 from residency.offload.simulated.allocator import Allocator, AllocatorFull, CachingAllocator
-from residency.offload.simulated.base import Block
-from residency.offload.simulated.exact import ExactAllocator
+from residency.offload.simulated.base import Block, ExactAllocator
 
 KIB = 1 << 10
 MIB = 1 << 20

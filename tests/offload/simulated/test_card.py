@@ -11,10 +11,9 @@ import torch
 from residency.offload.cards import Card, custom_card, find_card
 from residency.offload.device import Reading, Transfers
 from residency.offload.errors import DeviceBusyError, DeviceError, DeviceIntegrityError, InputError
-from residency.offload.oom import Shortfall
+from residency.offload.memory_errors import Shortfall
 from residency.offload.simulated import storage
-from residency.offload.simulated.card import CONTEXT_BYTES, SimulatedCard
-from residency.offload.simulated.faults import InjectedError
+from residency.offload.simulated.card import CONTEXT_BYTES, InjectedError, SimulatedCard
 
 KIB = 1 << 10
 MIB = 1 << 20

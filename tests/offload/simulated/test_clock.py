@@ -10,7 +10,7 @@ from residency.offload.cards import custom_card
 from residency.offload.device import Traits
 from residency.offload.errors import DeviceError, InputError
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.clock import Clock
+from residency.offload.simulated.work import Clock
 
 KIB = 1024
 PINNED, PAGEABLE, MEMORY = 512, 256, 4096

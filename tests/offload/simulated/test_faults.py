@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from residency.offload.cards import custom_card
-from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.faults import hang, neighbour_grows
+from residency.offload.simulated.card import SimulatedCard, hang, neighbour_grows
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residency.offload.cards import find_card
 from residency.offload.errors import VirtualDataError
 from residency.offload.simulated.card import SimulatedCard
-from residency.offload.simulated.virtual import is_virtual, mark_virtual
+from residency.offload.simulated.storage import is_virtual, mark_virtual
 
 LARGE = 1 << 17
 """Elements of a tensor that isn't computed."""
