@@ -104,7 +104,6 @@ def test_an_interrupt_at_any_record_leaves_the_pipeline_as_it_was_given(
     ("step", "last"),
     [
         ("PLACING", "begin"),
-        pytest.param("DISCOVERING", "begin", marks=long),
         ("MEASURING", "begin"),
         pytest.param("TRYING", "begin", marks=long),
         ("REFUTED", "rolled_back"),

@@ -1,7 +1,8 @@
 """What is done to a pipeline while it is settled is its owner's: settling again and closing take
 off what is ours, and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import Qwen3Config, Qwen3Model
 from residency.offload.cards import find_card
 from residency.offload.simulated.card import SimulatedCard
 from residency.phases.diffusers.families import StubTokenizer, TokenizerSpec, find_family
+from residency.phases.diffusers.pipeline import DiffusersPipeline
+from residency.phases.diffusers.undo import Residue
 from residency.planner import Options, Settlement, settle
 from residency.planner.plan import Status
 
@@ -45,12 +48,11 @@ def ours(pipe) -> list[str]:
 class Server:
     """A settled tiny Qwen-Image, its VAE resident and the rest streamed."""
 
-    def __init__(self, device) -> None:
-        self.pipe = find_family("qwen-image", tiny=True).build()
-        self.device = device
+    def __init__(self, pipe, device: SimulatedCard) -> None:
+        self.pipe = pipe
         self.kept: list[torch.Tensor] = []
         self.settlement: Settlement = settle(
-            self.pipe,
+            pipe,
             device=device,
             envelope=[SHAPE],
             options=Options(component_residency={"vae": "resident"}),
@@ -63,6 +65,24 @@ class Server:
         asked = {"width": 64, "height": 64, "num_inference_steps": 2, "true_cfg_scale": 1.0}
         with self.settlement.guard(SHAPE):
             return self.pipe("a cat", output_type="pt", max_sequence_length=16, **asked, **given)
+
+
+@contextmanager
+def on_card(pipe) -> Iterator[SimulatedCard]:
+    """What requests leave on a pipeline, and in caches of its classes, is dropped in the end."""
+    with SimulatedCard(find_card("RTX 4090"), allocator="exact") as card:
+        residue = Residue(DiffusersPipeline(pipe))
+        try:
+            yield card
+        finally:
+            residue.restore()
+
+
+@contextmanager
+def served() -> Iterator[Server]:
+    pipe = find_family("qwen-image", tiny=True).build()
+    with on_card(pipe) as card:
+        yield Server(pipe, card)
 
 
 def load_a_lora(server: Server) -> Callable[[], bool]:
@@ -136,8 +156,7 @@ DONE = [
 @pytest.mark.long
 @pytest.mark.parametrize("do", DONE, ids=lambda do: do.__name__)
 def test_what_the_owner_did_is_there_after_settling_again_and_closing(do):
-    with SimulatedCard(find_card("RTX 4090"), allocator="exact") as card:
-        server = Server(card)
+    with served() as server:
         is_there = do(server)
         server.settlement.resettle()
         assert is_there()
@@ -150,8 +169,7 @@ def test_what_the_owner_did_is_there_after_settling_again_and_closing(do):
 
 
 def test_all_of_it_at_once():
-    with SimulatedCard(find_card("RTX 4090"), allocator="exact") as card:
-        server = Server(card)
+    with served() as server:
         are_there = [do(server) for do in (keep_an_output, keep_embeddings)]
         are_there += [do(server) for do in DONE if do not in (keep_an_output, keep_embeddings)]
         server.settlement.resettle()
@@ -163,8 +181,7 @@ def test_all_of_it_at_once():
 
 
 def test_settling_again_is_of_the_pipeline_as_it_is_now():
-    with SimulatedCard(find_card("RTX 4090"), allocator="exact") as card:
-        server = Server(card)
+    with served() as server:
         before = server.serve().images.cpu()
         load_a_lora(server)
         assert [each.ground for each in server.settlement.check().reasons] == ["adapter"]
@@ -233,7 +250,7 @@ def z_image() -> ZImagePipeline:
 
 def test_tables_on_a_plain_object_of_a_modules_are_nothing_of_ours():
     pipe, shape = z_image(), "32x32:steps=2,tokens=16"
-    with SimulatedCard(find_card("RTX 4090"), allocator="exact") as card:
+    with on_card(pipe) as card:
         settlement = settle(pipe, device=card, envelope=[shape])
         assert settlement.status is Status.COMMITTED
         asked = {"width": 32, "height": 32, "num_inference_steps": 2, "guidance_scale": 0.0}
@@ -248,5 +265,4 @@ def test_tables_on_a_plain_object_of_a_modules_are_nothing_of_ours():
         settlement.close()
         assert ours(pipe) == []
         rope.freqs_cis = None
-        pipe.scheduler = FlowMatchEulerDiscreteScheduler()
         del tables
