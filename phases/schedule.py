@@ -137,6 +137,17 @@ class Schedule(Value):
     def hold(self, phase: str, component: str) -> Hold | None:
         return next((use for use in self.uses if use.at == (phase, component)), None)
 
+    def released(self, baseline: Schedule) -> Schedule:
+        """`baseline`, streamed as it is here: what is given up is what is held, and no pin is."""
+        ways = {each.component: each for each in self.components}
+        return Schedule(
+            uses=tuple(
+                use.model_copy(update={"prefetch": way.prefetch, "pinned": way.pinned})
+                for use in baseline.uses
+                for way in [ways.get(use.component, use)]
+            )
+        )
+
     def changed(self, to: Schedule) -> frozenset[str]:
         """The components of which `to` says something else."""
         mine, theirs = ({use.at: use for use in each.uses} for each in (self, to))

@@ -266,7 +266,10 @@ class DiffusersHost(Host):
                 yield f"{name}: {each}"
 
     def steps(self, schedule: Schedule) -> tuple[Change, ...]:
-        budget = None if self.host_bytes is None else HostBudget(self.host_bytes)
+        budget = None
+        if self.host_bytes is not None:
+            under = (each.pinned_under for each in self.placements.values())
+            budget = next(filter(None, under), None) or HostBudget(self.host_bytes)
         ways = {each.component: self.placements[each.component] for each in schedule.components}
         steps: list[Change] = []
         for each in schedule.components:

@@ -26,6 +26,7 @@ from ...offload.errors import (
 )
 from ...offload.memory_errors import OomKind, classify, cut_off
 from ...phases.host import Host, RequestTrace
+from ...phases.schedule import Schedule
 from ...phases.shape import Shape
 from ..loop import Outcome
 from ..proof import Transaction
@@ -418,12 +419,17 @@ class Guard:
             yield
             return
         self.metrics.released.labels(cause=request.release).inc()
-        to_baseline = Transaction(self.host, self.host.baseline)
-        to_baseline.apply()
+        released = Transaction(self.host, self._released)
+        released.apply()
         try:
             yield
         finally:
-            to_baseline.rollback()
+            released.rollback()
+
+    @property
+    def _released(self) -> Schedule:
+        """Nothing retained, and all that was pinned still is: to pin 16 GiB takes seconds."""
+        return self.host.schedule.released(self.host.baseline)
 
     def _recover(self, request: _Request, kind: OomKind, said: str, *, counts: bool) -> None:
         request.ran_out = True
@@ -445,7 +451,7 @@ class Guard:
         self._premises.measure()
 
     def _demote(self) -> None:
-        Transaction(self.host, self.host.baseline).apply()
+        Transaction(self.host, self._released).apply()
         self._enter(GuardState.BASELINE, settled=False)
         self.metrics.demotions.inc()
         why = f"{len(self._ooms)} requests in {self.oom_window} ran out of memory"

@@ -108,6 +108,17 @@ def test_it_tells_what_is_retained_and_what_changes():
     assert made.changed(NOTHING) == {"text_encoder", "transformer"}
 
 
+def test_what_is_released_is_streamed_as_before():
+    planned = Schedule(uses=(hold(prefetch=3), DENOISE))
+    baseline = Schedule(
+        uses=(hold(retain_resident_layers=False, retained_set=(), pinned=False), DENOISE)
+    )
+    released = planned.released(baseline)
+    assert released.retaining == ()
+    assert [(each.prefetch, each.pinned) for each in released.uses] == [(3, True), (0, False)]
+    assert [each.resident_set for each in released.uses] == [(0, 1, 2, 7), (0,)]
+
+
 def test_a_use_under_a_schedule_holds_what_it_says():
     use = ComponentUse("text_encode", "text_encoder", 1)
     under = use.holding(hold(), 3)

@@ -7,6 +7,7 @@ from serving import Served, sample, settled
 
 from residency.offload.errors import BaselineError, OutsideEnvelopeError
 from residency.phases.shape import Shape
+from residency.planner.choosing.prices import Pricing
 from residency.planner.serving.guard import GuardState
 
 
@@ -97,3 +98,17 @@ def test_what_failed_cannot_be_served():
         assert outcome.failure is not None
         with pytest.raises(BaselineError, match="nothing was validated"):
             Served(test, outcome).guard()
+
+
+def test_a_request_at_the_baseline_leaves_what_is_pinned_pinned():
+    pricing = Pricing(1e9, "assumed", host_budget_bytes=1 << 30)
+    with settled(changed={"pricing": pricing}) as served:
+        guard, pinned = served.guard(), served.card.pinned_bytes
+        assert pinned > 0
+        charged = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served.card, "pin", charged.append)
+            served.leave(served.planned_peak - 1)
+            guard.serve(served.shape, lambda: None)
+        assert sample(guard.metrics, "requests_total", outcome="baseline") == 1
+        assert (served.card.pinned_bytes, charged) == (pinned, [])

@@ -1,19 +1,18 @@
 import pytest
 import torch
-from bench_card import FAMILIES, bench, each_family
+from bench_card import FAMILIES, GIB, bench, each_family
+from number_host import NumberHost
 from pipeline_image import image_of
 
 from residency.offload.errors import (
     BaselineError,
     InputError,
     LockedError,
-    OffloadError,
     OutsideEnvelopeError,
 )
 from residency.phases.diffusers.undo import Residue
 from residency.phases.schedule import Schedule
-from residency.phases.shape import Shape
-from residency.planner import Mode, Options, Settlement, settle
+from residency.planner import Mode, Options, Settlement, settle, settlement
 from residency.planner.journal.history import History
 from residency.planner.journal.journal import Journal
 from residency.planner.journal.lock import PlannerLock
@@ -29,6 +28,23 @@ def settled(test, **given) -> Settlement:
     return settle(
         test.pipeline, **{"device": test.card, "envelope": [test.shape], "options": OPTIONS} | given
     )
+
+
+@pytest.fixture
+def numbers(monkeypatch):
+    """Settles a host of plain numbers with room for all it has, for what is of the files alone."""
+    phases = {"encode": (1, {"text_encoder": 1}), "decode": (1, {})}
+
+    def host(pipeline, device, shapes, *given, **more):
+        return NumberHost(phases, {"text_encoder": (3, 1)}, GIB, shapes)
+
+    monkeypatch.setattr(settlement, "host_of", host)
+    card = host(None, None, ())
+
+    def settled(**given) -> Settlement:
+        return settle(None, **{"device": card, "envelope": ["64x64"], "options": OPTIONS} | given)
+
+    return settled
 
 
 def history(path, settlement) -> History:
@@ -86,13 +102,10 @@ def test_the_plan_of_the_last_start_is_verified_and_not_searched_for(tmp_path):
         second.close()
 
 
-def test_search_searches_though_a_plan_is_known(tmp_path):
-    journal = tmp_path / "journal"
-    with bench(FAMILY) as test:
-        settled(test, journal=journal).close()
-        second = settled(test, journal=journal, mode="search")
-        assert not second.verified
-        second.close()
+def test_search_searches_though_a_plan_is_known(numbers, tmp_path):
+    assert numbers(journal=tmp_path / "journal").status is Status.COMMITTED
+    assert numbers(journal=tmp_path / "journal").verified
+    assert not numbers(journal=tmp_path / "journal", mode="search").verified
 
 
 def test_off_measures_the_baseline_and_retains_nothing():
@@ -105,73 +118,56 @@ def test_off_measures_the_baseline_and_retains_nothing():
         settlement.close()
 
 
-def test_another_envelope_is_another_fingerprint_and_searched_for(tmp_path):
-    journal = tmp_path / "journal"
-    with bench(FAMILY) as test:
-        settled(test, journal=journal).close()
-        other = Shape(32, 64, tokens=16, guidance=1.0)
-        second = settled(test, journal=journal, envelope=[other])
-        assert not second.verified
-        second.close()
+def test_another_envelope_is_another_fingerprint_and_searched_for(numbers, tmp_path):
+    numbers(journal=tmp_path / "journal")
+    assert not numbers(journal=tmp_path / "journal", envelope=["32x64"]).verified
 
 
-def test_a_plan_file_that_is_lost_is_searched_for_and_said(tmp_path):
-    journal = tmp_path / "journal"
-    with bench(FAMILY) as test:
-        settled(test, journal=journal).close()
-        (tmp_path / "journal.plan.json").unlink()
-        second = settled(test, journal=journal)
-        assert not second.verified
-        assert second.status is Status.COMMITTED
-        assert "searched for anew" in second.warnings[0]
-        second.close()
+def test_a_plan_file_that_is_lost_is_searched_for_and_said(numbers, tmp_path):
+    numbers(journal=tmp_path / "journal")
+    (tmp_path / "journal.plan.json").unlink()
+    second = numbers(journal=tmp_path / "journal")
+    assert (second.verified, second.status) == (False, Status.COMMITTED)
+    assert "searched for anew" in second.warnings[0]
 
 
-def test_a_plan_file_of_something_else_than_was_committed_is_not_believed(tmp_path):
-    journal = tmp_path / "journal"
-    with bench(FAMILY) as test:
-        first = settled(test, journal=journal)
-        first.close()
-        uses = (
-            hold.model_copy(update={"retained_set": hold.retained_set[:1]})
-            for hold in first.plan.schedule.uses
-        )
-        plan = first.plan.model_copy(update={"schedule": Schedule(uses=tuple(uses))})
-        report = first.report.model_copy(update={"plans": (plan,)})
-        write_report(report, tmp_path / "journal.plan.json")
-        second = settled(test, journal=journal)
-        assert not second.verified
-        assert "isn't what the journal says" in second.warnings[0]
-        second.close()
+def test_a_plan_file_of_something_else_than_was_committed_is_not_believed(numbers, tmp_path):
+    first = numbers(journal=tmp_path / "journal")
+    uses = (
+        hold.model_copy(update={"retained_set": hold.retained_set[:1]})
+        for hold in first.plan.schedule.uses
+    )
+    plan = first.plan.model_copy(update={"schedule": Schedule(uses=tuple(uses))})
+    report = first.report.model_copy(update={"plans": (plan,)})
+    write_report(report, tmp_path / "journal.plan.json")
+    second = numbers(journal=tmp_path / "journal")
+    assert not second.verified
+    assert "isn't what the journal says" in second.warnings[0]
 
 
-def test_a_journal_that_cannot_be_kept_leaves_the_baseline_and_says_why(tmp_path):
-    with bench(FAMILY) as test:
-        (tmp_path / "journal").mkdir()
-        settlement = settled(test, journal=tmp_path / "journal")
-        assert settlement.status is Status.BASELINE_ONLY
-        assert "nothing is tried without the journal" in settlement.warnings[0]
-        with settlement.guard(test.shape):
-            test.pipeline.run(test.shape)
-        settlement.close()
+def test_a_journal_that_cannot_be_kept_leaves_the_baseline_and_says_why(numbers, tmp_path):
+    (tmp_path / "journal").mkdir()
+    made = numbers(journal=tmp_path / "journal")
+    assert made.status is Status.BASELINE_ONLY
+    assert "nothing is tried without the journal" in made.warnings[0]
+    with made.guard("64x64"):
+        pass
 
 
-def test_a_journal_that_fills_its_disk_leaves_the_baseline(tmp_path, monkeypatch):
-    with bench(FAMILY) as test:
-        append = Journal.append
+def test_a_journal_that_fills_its_disk_leaves_the_baseline(numbers, tmp_path, monkeypatch):
+    append = Journal.append
 
-        def full(journal, record):
-            if record.kind == "committed":
-                raise journal._error("written", "No space left on device")
-            append(journal, record)
+    def full(journal, record):
+        if record.kind == "committed":
+            raise journal._error("written", "No space left on device")
+        append(journal, record)
 
-        monkeypatch.setattr(Journal, "append", full)
-        settlement = settled(test, journal=tmp_path / "journal")
-        assert settlement.status is Status.BASELINE_ONLY
-        assert "No space left on device" in settlement.warnings[-1]
-        assert not any(use.retain_resident_layers for use in settlement.plan.uses)
-        settlement.close()
-        assert history(tmp_path / "journal", settlement).committed is None
+    monkeypatch.setattr(Journal, "append", full)
+    made = numbers(journal=tmp_path / "journal")
+    assert made.status is Status.BASELINE_ONLY
+    assert "No space left on device" in made.warnings[-1]
+    assert made.plan.schedule.retaining == ()
+    assert history(tmp_path / "journal", made).committed is None
 
 
 def test_two_planners_on_one_card_exclude_one_another(tmp_path):
@@ -182,12 +178,10 @@ def test_two_planners_on_one_card_exclude_one_another(tmp_path):
         assert image_of(test.pipeline.pipeline).differences(before) == []
 
 
-def test_the_lock_is_free_again_once_it_is_settled(tmp_path):
-    with bench(FAMILY) as test:
-        settlement = settled(test, options=Options(margin_bytes=0, lock_folder=tmp_path))
-        with PlannerLock(test.card.identity.uuid, tmp_path):
-            pass
-        settlement.close()
+def test_the_lock_is_free_again_once_it_is_settled(numbers, tmp_path):
+    numbers(options=Options(margin_bytes=0, lock_folder=tmp_path))
+    with PlannerLock("N-0", tmp_path):
+        pass
 
 
 def test_a_baseline_that_does_not_fit_is_said_and_nothing_is_served():
@@ -199,14 +193,6 @@ def test_a_baseline_that_does_not_fit_is_said_and_nothing_is_served():
             raise AssertionError("it ran")
         settlement.close()
         assert image_of(test.pipeline.pipeline).differences(before) == []
-
-
-def test_after_close_nothing_is_served():
-    with bench(FAMILY) as test:
-        settlement = settled(test)
-        settlement.close()
-        with pytest.raises(OffloadError, match="isn't served any more"):
-            settlement.serve(test.shape, lambda: None)
 
 
 def test_what_ran_out_of_memory_too_often_is_not_believed_by_the_next_start(tmp_path):
