@@ -86,6 +86,7 @@ class DiffusersHost(Host):
         self._conductor = Conductor(pipeline.components, strategies, device)
         self._warmup = Warmup(pipeline, self._conductor, self.shapes)
         self._put_on: list[Change] = []
+        self._is_found = False
         self._is_tidied = False
         self._tensors = {each.name: module_tensors(each.module) for each in pipeline.components}
 
@@ -216,7 +217,7 @@ class DiffusersHost(Host):
                 step.apply()
         except torch.OutOfMemoryError as error:
             return Failure.of(error, LOAD, None)
-        if self._conductor.graph is None:
+        if not self._is_found:
             failure = self._discover()
             if failure is not None:
                 return failure
@@ -227,6 +228,7 @@ class DiffusersHost(Host):
         with self._tidied():
             failure = self._warmup.discover()
         if failure is None:
+            self._is_found = True
             self.baseline = Schedule(uses=tuple(self._baseline()))
         return failure
 

@@ -49,6 +49,7 @@ class DiffusersPipeline:
         self.pipeline = pipeline
         self.request = request
         self.name = name or type(pipeline).__name__
+        self._bound: _ExecutesOn | None = None
         self._modules = {
             key: module
             for key, module in pipeline.components.items()
@@ -72,7 +73,6 @@ class DiffusersPipeline:
         device of its weights, which between uses is the host.
         Raises InputError where another offload has put its own hook there.
         """
-        executes_on = _ExecutesOn(device.torch_device)
         for name, module in self._modules.items():
             hook = vars(module).get("_hf_hook") or _group_offloading(module)
             if hook is not None:
@@ -80,19 +80,24 @@ class DiffusersPipeline:
                     f"{name} of {self.name} is offloaded by a {type(hook).__name__} already",
                     hint="hand the pipeline over without its own offloading enabled",
                 )
+        self._bound = _ExecutesOn(device.torch_device)
         for module in self._modules.values():
-            module._hf_hook = executes_on  # type: ignore[assignment]
+            module._hf_hook = self._bound  # type: ignore[assignment]
 
     def unbind(self) -> None:
-        for module in self._modules.values():
-            if isinstance(vars(module).get("_hf_hook"), _ExecutesOn):
-                del module._hf_hook
+        for _, module in self._bound_modules():
+            del module._hf_hook
 
     def bound(self) -> Iterator[str]:
         """The modules that we still bind, in words."""
+        for name, _ in self._bound_modules():
+            yield f"{name} is told where it executes"
+
+    def _bound_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """By this adapter: another one over the same pipeline takes off its own."""
         for name, module in self._modules.items():
-            if isinstance(vars(module).get("_hf_hook"), _ExecutesOn):
-                yield f"{name} is told where it executes"
+            if self._bound is not None and vars(module).get("_hf_hook") is self._bound:
+                yield name, module
 
     def run(self, shape: Shape, *, seed: int = 0) -> Result:
         """One request. Raises ShapeError where the pipeline refuses the shape."""

@@ -250,19 +250,27 @@ def z_image() -> ZImagePipeline:
 
 def test_tables_on_a_plain_object_of_a_modules_are_nothing_of_ours():
     pipe, shape = z_image(), "32x32:steps=2,tokens=16"
+    asked = {"width": 32, "height": 32, "num_inference_steps": 2, "guidance_scale": 0.0}
+
+    def make() -> torch.Tensor:
+        seeded = torch.Generator().manual_seed(0)
+        asked_for = {"output_type": "pt", "max_sequence_length": 32, "generator": seeded}
+        return pipe("a cat", **asked_for, **asked).images.cpu()
+
     with on_card(pipe) as card:
+        alone = make()
         settlement = settle(pipe, device=card, envelope=[shape])
         assert settlement.status is Status.COMMITTED
-        asked = {"width": 32, "height": 32, "num_inference_steps": 2, "guidance_scale": 0.0}
         with settlement.guard(shape):
-            pipe("a cat", output_type="pt", max_sequence_length=32, **asked)
+            assert torch.equal(make(), alone)
         rope = pipe.transformer.rope_embedder
-        tables = rope.freqs_cis
-        assert {each.device.type for each in tables} == {card.torch_device.type}
+        assert {each.device.type for each in rope.freqs_cis} == {card.torch_device.type}
         settlement.resettle()
         assert settlement.status is Status.COMMITTED
+        with settlement.guard(shape):
+            assert torch.equal(make(), alone)
         settlement.close()
         settlement.close()
         assert ours(pipe) == []
-        rope.freqs_cis = None
-        del tables
+        assert torch.equal(make(), alone)
+        assert {each.device.type for each in rope.freqs_cis} == {"cpu"}
