@@ -33,6 +33,14 @@ class _ExecutesOn:
 
     execution_device: torch.device
 
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called where all hooks of accelerate's are to go, as before another offload is enabled:
+        without it the inputs would be on the host and the weights not."""
+        raise InputError(
+            f"{type(module).__name__} is offloaded by residency",
+            hint="close the settlement before another offload is enabled or hooks are removed",
+        )
+
 
 class DiffusersPipeline:
     """Takes the components from the pipeline, and knows nothing of the model.

@@ -40,7 +40,7 @@ class Server:
 
     def new_host(self, shape: Shape = SMALL, **declared) -> DiffusersHost:
         """Over the pipeline as it is now."""
-        found = DiffusersPipeline(self.pipe, name=QWEN, request=self.pipeline.request)
+        found = DiffusersPipeline(self.pipe, name=self.pipeline.name, request=self.pipeline.request)
         declarations = declare(found.components, declared, {} if declared else HALF)
         return DiffusersHost(found, self.card, [shape], declarations, host_bytes=GIB)
 
@@ -164,6 +164,28 @@ def test_a_second_host_over_an_open_one_is_refused_and_takes_nothing_off(plain):
         test.check_nothing_is_left()
         assert other.open() is None
         other.close()
+        test.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "enable",
+    [
+        lambda pipe: pipe.remove_all_hooks(),
+        lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+    ],
+    ids=["remove_all_hooks", "enable_model_cpu_offload"],
+)
+def test_another_offload_is_refused_in_words_and_takes_nothing_off(enable):
+    pipeline = tiny("qwen-image")  # modular pipelines have no offload of their own
+    with SimulatedCard(custom_card(GIB), allocator="exact", context_bytes=0) as card:
+        test = Server(pipeline, card)
+        assert test.host.open() is None
+        before = test.serve()
+        with pytest.raises(InputError, match="is offloaded by residency") as refused:
+            enable(test.pipe)
+        assert "close the settlement" in refused.value.hint
+        assert torch.equal(test.serve(), before)
+        test.host.close()
         test.check_nothing_is_left()
 
 
