@@ -202,13 +202,22 @@ class _Search:
             yield baseline.schedule(choice)
 
     def _known(self) -> Schedule | None:
-        """What an earlier start committed, where all ranks know the same."""
+        """What an earlier start committed, where all ranks know the same and it is of this
+        pipeline."""
         known = self.settings.verify
-        if known is not None and self.settings.has_crashed(known):
+        if known is not None and (self.settings.has_crashed(known) or not self._fits_uses(known)):
             known = None
         mine = None if known is None else known.key
         keys = self.settings.agreement.exchange("verifying", mine)
         return known if {*keys} == {mine} else None
+
+    def _fits_uses(self, known: Schedule) -> bool:
+        """Whether it says something of the uses there are, and of layers that are there."""
+        host = self.outcome.host
+        layers = {each.name: len(each.layers) for each in host.components()}
+        return {use.at for use in known.uses} == {use.at for use in host.baseline.uses} and all(
+            layer < layers[use.component] for use in known.uses for layer in use.resident_set
+        )
 
     def measured(self, sweep: Sweep) -> Failure | None:
         """Take the sweep of the baseline for what candidates are compared with."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -13,11 +14,12 @@ from residency.phases.diffusers.families import find_family
 from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.diffusers.undo import Residue
+from residency.phases.host import Sweep
 from residency.phases.shape import Shape
 from residency.planner.choosing.prices import Pricing
 from residency.planner.loop import Outcome, run_loop
 from residency.planner.proof import Settings
-from residency.planner.verdict import ignore
+from residency.planner.verdict import Verdict, ignore
 
 GIB = 1 << 30
 
@@ -86,6 +88,41 @@ def bench(
             yield Bench(card, pipeline, declarations, shape)
         finally:
             residue.restore()
+
+
+def verdicts(outcome: Outcome) -> list[Verdict]:
+    return [each.judgement.verdict for each in outcome.tries]
+
+
+def peak_bytes(sweep: Sweep) -> int:
+    """The most that tensors held in any phase of any request."""
+    return max(
+        at.reading.peak_allocated_bytes
+        for run in sweep.runs
+        for trace in run.traces
+        for at in trace.readings
+    )
+
+
+CONTEXT_BYTES, OTHERS_BYTES = 300_000, 500_000
+
+
+@cache
+def settled(family: str, guidance: float = 1.0) -> tuple[Outcome, Sweep]:
+    """The loop where nothing is short, beside a context and others, and a sweep under what it
+    committed. For who only reads, and has no card of his own in the slot yet."""
+    beside = {"context_bytes": CONTEXT_BYTES, "others_bytes": OTHERS_BYTES}
+    with bench(family, guidance=guidance, **beside) as test:
+        outcome = test.loop()
+        again = outcome.host.sweep()
+        outcome.close()
+    return outcome, again
+
+
+def peak_needed(family: str) -> int:
+    """Bytes that the best candidate takes at its peak."""
+    outcome, _ = settled(family)
+    return peak_bytes(outcome.planned)
 
 
 FAMILIES = ("qwen-image-2.1", "qwen-image", "flux.1-dev", "wan2.1-t2v-14b")

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from bench_card import bench
+from bench_card import bench, settled, verdicts
 from pipeline_image import image_of
 
 from residency.offload.errors import CancelledError, HostMemoryError, OvertimeError
@@ -19,10 +19,6 @@ from residency.planner.plan import Status
 from residency.planner.verdict import Step, Verdict
 
 FAMILY = "qwen-image-2.1"
-
-
-def verdicts(outcome):
-    return [each.judgement.verdict for each in outcome.tries]
 
 
 def at(step, act):
@@ -105,10 +101,8 @@ def test_where_a_step_cannot_be_logged_nothing_stays_applied(step):
 
 
 def test_a_candidate_that_ended_a_process_is_not_tried_nor_any_as_large():
+    crashed = committed()
     with bench(FAMILY) as test:
-        log = Notes()
-        test.loop(log=log).close()
-        crashed = log.candidates[0]
         again = Notes()
         outcome = test.loop(log=again, crashed=(crashed,))
         assert crashed.key not in {each.key for each in again.candidates}
@@ -129,38 +123,56 @@ def sweeps(monkeypatch):
     return counted
 
 
-def committed(test) -> Schedule:
-    log = Notes()
-    test.loop(log=log).close()
-    return log.candidates[-1]
+def committed(family: str = FAMILY) -> Schedule:
+    outcome, _ = settled(family)
+    return outcome.committed
 
 
 def test_what_an_earlier_start_committed_is_verified_with_one_sweep(monkeypatch):
+    known = committed()
     with bench(FAMILY) as test, unchanged(test):
-        record = committed(test)
         counted = sweeps(monkeypatch)
         log = Notes()
-        outcome = test.loop(log=log, verify=record)
+        outcome = test.loop(log=log, verify=known)
         assert len(counted) == 1
         assert verdicts(outcome) == [Verdict.ACCEPTED]
         assert log.told == ["intent", "applied", "verdict", "committed"]
-        assert log.candidates == [record]
-        assert outcome.committed == record
+        assert log.candidates == [known]
+        assert outcome.committed == outcome.host.schedule == known
         assert test.card.read().allocated_bytes > 0
         outcome.close()
 
 
 def test_what_does_not_hold_any_more_is_searched_for_anew_and_not_tried_again():
+    known = committed()
     with bench(FAMILY) as test, unchanged(test):
-        record = committed(test)
         log = Notes()
         listen = at(Step.VERIFYING, lambda n: test.card.faults.at_copy(60))
-        outcome = test.loop(log=log, verify=record, listen=listen)
+        outcome = test.loop(log=log, verify=known, listen=listen)
         assert verdicts(outcome) == [Verdict.CRASH, Verdict.ACCEPTED]
-        assert [each.key for each in log.candidates].count(record.key) == 1
+        assert log.candidates == [known, outcome.committed]
+        assert not {*known.retaining} <= {*outcome.committed.retaining}, "nor any as large"
         plan = account(outcome, test.settings(), test.card.card)
         assert [each.verdict for each in plan.attempts] == verdicts(outcome)
         outcome.close()
+
+
+def test_what_was_committed_for_another_pipeline_is_ignored():
+    mine = committed()
+    layers = (*mine.uses[0].resident_set, 99)
+    larger = mine.uses[0].model_copy(update={"resident_set": layers})
+    fewer, more = mine.uses[1:], (larger, *mine.uses[1:])
+    for uses in (committed("flux.1-dev").uses, fewer, more):
+        log, steps = Notes(), []
+        with bench(FAMILY) as test:
+            outcome = test.loop(
+                log=log,
+                verify=Schedule(uses=uses),
+                listen=lambda event, steps=steps: steps.append(event.step),
+            )
+            assert Step.VERIFYING not in steps
+            assert log.candidates == [outcome.committed] == [mine]
+            outcome.close()
 
 
 def test_a_proposal_touches_nothing_and_says_what_committing_would_copy():
