@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from bench_card import GIB, bench
@@ -8,6 +9,7 @@ from residency.planner.account.account import account
 from residency.planner.plan import Plan, Reason, Status
 
 
+@cache
 def planned(family: str, capacity_bytes: int = GIB, **settings) -> Plan:
     card = custom_card(capacity_bytes)
     with bench(family, capacity_bytes=capacity_bytes) as test:

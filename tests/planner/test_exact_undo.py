@@ -20,6 +20,16 @@ from residency.planner.proof import Transaction
 
 FAULTS = pytest.mark.parametrize("fault", [out_of_memory, driver_error])
 POINTS = 5
+NATURAL = {"allocation": out_of_memory, "copy": driver_error}
+"""What fails, and how."""
+SWAPPED = {"allocation": driver_error, "copy": out_of_memory}
+AS_IT_DOES = pytest.mark.parametrize(
+    ("faults", "points"),
+    [
+        pytest.param(NATURAL, POINTS, id="as it does"),
+        pytest.param(SWAPPED, 12, marks=pytest.mark.long, id="as it doesn't"),
+    ],
+)
 
 
 def spread(count: int, points: int) -> list[int]:
@@ -94,8 +104,8 @@ def test_a_failure_at_any_step_of_opening_is_undone(family, fault):
 
 
 @each_family
-@FAULTS
-def test_a_failure_at_an_allocation_or_copy_of_opening_is_undone(family, fault):
+@AS_IT_DOES
+def test_a_failure_at_an_allocation_or_copy_of_opening_is_undone(family, faults, points):
     with bench(family) as test:
         before = image_of(test.pipeline.pipeline)
         start = test.card.faults.allocations, test.card.faults.copies
@@ -103,8 +113,8 @@ def test_a_failure_at_an_allocation_or_copy_of_opening_is_undone(family, fault):
         assert host.open() is None
         made = test.card.faults.allocations - start[0], test.card.faults.copies - start[1]
         host.close()
-        for kind, count in zip(("allocation", "copy"), made, strict=True):
-            for n in spread(count, POINTS):
+        for (kind, fault), count in zip(faults.items(), made, strict=True):
+            for n in spread(count, points):
                 host = test.host()
                 getattr(test.card.faults, f"at_{kind}")(n, fault)
                 try:
@@ -119,10 +129,9 @@ def test_a_failure_at_an_allocation_or_copy_of_opening_is_undone(family, fault):
 
 
 @each_family
-@FAULTS
-@pytest.mark.parametrize("points", [POINTS, pytest.param(12, marks=pytest.mark.long)])
+@AS_IT_DOES
 def test_a_failure_anywhere_in_validation_leaves_the_baseline_and_then_the_given_pipeline(
-    family, fault, points
+    family, faults, points
 ):
     with bench(family) as test:
         given = image_of(test.pipeline.pipeline)
@@ -141,7 +150,7 @@ def test_a_failure_anywhere_in_validation_leaves_the_baseline_and_then_the_given
         assert before.differences(image_of(test.pipeline.pipeline)) == []
         level = test.card.read().allocated_bytes
 
-        for kind, count in zip(("allocation", "copy"), made, strict=True):
+        for (kind, fault), count in zip(faults.items(), made, strict=True):
             for n in spread(count, points):
                 candidate = Transaction(host, retaining_all(host))
                 candidate.apply()
@@ -261,3 +270,40 @@ def test_a_step_that_cannot_be_undone_does_not_keep_the_others_from_it(monkeypat
                 host.close()
         assert test.card.read().allocated_bytes == 0
         host._conductor.remove()
+
+
+def restrided(pipeline) -> None:
+    weight = next(pipeline.transformer.parameters())
+    weight.data = weight.data.t().contiguous().t()
+
+
+def trained(pipeline) -> None:
+    next(pipeline.transformer.parameters()).requires_grad_(True)
+
+
+def unshared(pipeline) -> None:
+    """Two parameters that stood on one storage stand on one each, with the same values."""
+    first, second = [*pipeline.transformer.parameters()][:2]
+    second.data = second.data.clone()
+    assert first.data_ptr() != second.data_ptr()
+
+
+def hooked(pipeline) -> None:
+    pipeline.vae.register_forward_hook(lambda *_: None)
+
+
+def valued(pipeline) -> None:
+    next(pipeline.transformer.parameters()).add_(1)
+
+
+@pytest.mark.parametrize("change", [restrided, trained, unshared, hooked, valued])
+def test_an_image_notices(change):
+    pipeline = tiny("qwen-image").pipeline
+    first, second = [*pipeline.transformer.parameters()][:2]
+    both = torch.cat((first.flatten(), second.flatten()))
+    first.data = both[: first.numel()].view(first.shape)
+    second.data = both[first.numel() :].view(second.shape)
+    before = image_of(pipeline)
+    assert before.differences(image_of(pipeline)) == []
+    change(pipeline)
+    assert before.differences(image_of(pipeline))

@@ -1,3 +1,5 @@
+from functools import cache
+
 from bench_card import GIB, Bench, bench, tiny
 
 from residency.offload.cards import custom_card
@@ -21,6 +23,7 @@ def stop_of(found: Explanation, component: str) -> ComponentStop:
     return stop
 
 
+@cache
 def baseline_peak(family: str) -> int:
     with bench(family, resident_layers="0") as test:
         outcome = test.loop(measure_only=True)

@@ -2,9 +2,10 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from bench_card import Bench, bench, tiny
+from bench_card import Bench, peak_needed, tiny
 
 from residency.offload.cards import custom_card
 from residency.offload.device import Traits
@@ -14,10 +15,13 @@ from residency.offload.simulated.work import Clock
 from residency.phases.component import ResidencyMode, declare
 from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.limit import Limit
+from residency.phases.schedule import Schedule
 from residency.phases.shape import Shape
 from residency.planner import Options, settle
 from residency.planner.account.account import account
-from residency.planner.plan import Status
+from residency.planner.loop import Outcome
+from residency.planner.plan import Attempt, Status
+from residency.planner.proof import Transaction, compare
 from residency.planner.verdict import Verdict
 
 FAMILY = "qwen-image-2.1"
@@ -38,30 +42,66 @@ def timed(capacity_bytes: int = GIB, **given):
         yield Bench(card, pipeline, declarations, shape)
 
 
-def peak_of_everything() -> int:
-    with bench(FAMILY) as test:
-        outcome = test.loop()
-        peak = max(
-            at.reading.peak_allocated_bytes
-            for run in outcome.planned.runs
-            for trace in run.traces
-            for at in trace.readings
-        )
+class NotedLimit(Limit):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.within_s = []
+
+    def within(self, seconds, *, interrupt=False):
+        self.within_s.append(seconds)
+        return super().within(seconds, interrupt=interrupt)
+
+
+@cache
+def timed_loop() -> tuple[Outcome, Attempt, list[float]]:
+    """With what its limit was told."""
+    limit = NotedLimit()
+    with timed() as test:
+        outcome = test.loop(limit=limit, least_patience_s=0.0, patience=1000.0)
+        (attempt,) = account(outcome, test.settings(), test.card.card).attempts
         outcome.close()
-    return peak
+        assert test.card.read().allocated_bytes == 0
+    return outcome, attempt, limit.within_s
 
 
 def test_an_accepted_plan_was_timed_in_turns_with_the_baseline():
+    outcome, attempt, _ = timed_loop()
+    assert attempt.verdict is Verdict.ACCEPTED
+    assert attempt.seconds < attempt.baseline_seconds
+    (found,) = outcome.tries[0].comparisons
+    assert len(found.baseline_s) == len(found.candidate_s) == 3
+    assert found.noise_s == pytest.approx(0.01 * found.baseline_s[0]), "a clock has no noise"
+
+
+def test_the_baselines_turns_are_unpinned_and_fetch_as_far_ahead_as_it_does(monkeypatch):
+    """What a candidate pins, or fetches further ahead, isn't the baseline's to gain from."""
+    turns, ask = [], DiffusersHost.run
+
+    def noted(host, shape):
+        depths = {host.placements[use.component].prefetch for use in host.schedule.uses}
+        turns.append((host.schedule, host.device.pinned_bytes, depths))
+        return ask(host, shape)
+
     with timed() as test:
-        outcome = test.loop()
-        (attempt,) = account(outcome, test.settings(), test.card.card).attempts
-        assert attempt.verdict is Verdict.ACCEPTED
-        assert attempt.seconds < attempt.baseline_seconds
-        (found,) = outcome.tries[0].comparisons
-        assert len(found.baseline_s) == len(found.candidate_s) == 3
-        assert found.noise_s == pytest.approx(0.01 * found.baseline_s[0]), "a clock has no noise"
-        outcome.close()
-        assert test.card.read().allocated_bytes == 0
+        host = test.host(host_bytes=GIB)
+        assert host.open() is None
+        way = {"prefetch": 3, "pinned": True}
+        candidate = Schedule(uses=[use.model_copy(update=way) for use in host.baseline.uses])
+        Transaction(host, candidate).apply()
+        pinned_bytes = test.card.pinned_bytes
+        monkeypatch.setattr(DiffusersHost, "run", noted)
+        (found,) = compare(host, candidate, rounds=2)
+        host.close()
+    assert pinned_bytes > 0
+    assert turns == ([(host.baseline, 0, {1})] * 2 + [(candidate, pinned_bytes, {3})] * 2) * 2
+    assert len(found.baseline_s) == len(found.candidate_s) == 2
+
+
+def test_a_comparison_is_given_the_time_of_all_its_sweeps():
+    sweep_s, comparison_s = timed_loop()[-1]
+    assert comparison_s == pytest.approx(6 * sweep_s)
 
 
 def test_what_a_phase_stood_still_for_prices_its_copies():
@@ -97,13 +137,13 @@ def test_a_candidate_that_is_slower_beyond_noise_is_refuted_and_rolled_back(monk
 
 def test_where_a_full_card_spills_and_its_counters_do_not_tell_time_refutes(monkeypatch):
     """WS-01, WS-05: under WDDM and WSL2 no allocation fails, whatever the counters say."""
-    with timed(peak_of_everything() - 300_000, spills=True, spill_factor=50.0) as test:
+    with timed(peak_needed(FAMILY) - 300_000, spills=True, spill_factor=50.0) as test:
         assert test.card.traits.spills
         read = test.card.read
         monkeypatch.setattr(
             test.card, "read", lambda: replace(read(), total_bytes=read().total_bytes + GIB)
         )
-        outcome = test.loop()
+        outcome = test.loop(attempts=1)
         first = outcome.tries[0]
         assert first.judgement.verdict is Verdict.SLOWER
         assert first.rolled_back
@@ -117,27 +157,6 @@ def test_a_try_that_takes_five_times_as_long_is_ended():
         outcome = test.loop(attempts=1, least_patience_s=0.0, patience=0.0)
         assert [each.judgement.verdict for each in outcome.tries] == [Verdict.SLOWER]
         assert test.settings().patience == 5.0
-        outcome.close()
-
-
-class NotedLimit(Limit):
-    """Keeps what it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.within_s = []
-
-    def within(self, seconds, *, interrupt=False):
-        self.within_s.append(seconds)
-        return super().within(seconds, interrupt=interrupt)
-
-
-def test_a_comparison_is_given_the_time_of_all_its_sweeps():
-    with timed() as test:
-        limit = NotedLimit()
-        outcome = test.loop(limit=limit, least_patience_s=0.0, patience=1000.0)
-        sweep_s, comparison_s = limit.within_s
-        assert comparison_s == pytest.approx(6 * sweep_s)
         outcome.close()
 
 

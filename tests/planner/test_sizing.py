@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ from residency.phases.diffusers.families import find_family
 from residency.phases.diffusers.host import DiffusersHost
 from residency.phases.diffusers.pipeline import DiffusersPipeline
 from residency.phases.shape import Shape
+from residency.planner.baseline import Baseline
 from residency.planner.choosing.choose import Chosen, choose
 from residency.planner.choosing.model import Choice, copied_bytes
 from residency.planner.choosing.prices import Pricing
@@ -49,21 +51,30 @@ def settled(family: str, shape: str, card: SimulatedCard, **settings) -> Iterato
             outcome.close()
 
 
-@pytest.mark.scale
-@pytest.mark.parametrize(
+@cache
+def measured(family: str, shape: str) -> Baseline:
+    """On a card without a limit: what other cards have less of is shifted, not measured again."""
+    card = SimulatedCard(custom_card(UNLIMITED), virtual=True)
+    with settled(family, shape, card, measure_only=True) as outcome:
+        assert outcome.baseline is not None
+        return outcome.baseline
+
+
+each_pipeline = pytest.mark.parametrize(
     ("family", "shape"),
     [
         ("qwen-image-2.1", "1024x1024"),
         *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS),
     ],
 )
+
+
+@pytest.mark.scale
+@each_pipeline
 def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
-    card = SimulatedCard(custom_card(UNLIMITED), virtual=True)
-    with settled(family, shape, card, measure_only=True) as outcome:
-        measured = outcome.baseline
     plans = []
     for capacity in range(8, 97):
-        instance = measured.rooms(capacity * GIB - UNLIMITED)
+        instance = measured(family, shape).rooms(capacity * GIB - UNLIMITED)
         chosen = choose(instance)
         if isinstance(chosen, Chosen):
             parts = zip(instance.parts, chosen.choice, strict=True)
@@ -75,6 +86,17 @@ def test_seconds_and_bytes_never_rise_from_8_to_96_gib(family, shape):
     assert plans == sorted(plans, reverse=True)
     assert [copied for _, copied in plans] == sorted((c for _, c in plans), reverse=True)
     assert plans[0][0] > plans[-1][0] == 0
+
+
+@pytest.mark.scale
+@each_pipeline
+def test_a_room_that_was_shifted_is_the_one_that_is_measured_on_that_card(family, shape):
+    card = SimulatedCard(custom_card(48 * GIB), virtual=True)
+    with settled(family, shape, card, measure_only=True) as outcome:
+        assert outcome.failure is None
+        shifted = measured(family, shape).rooms(48 * GIB - UNLIMITED)
+        assert outcome.baseline.rooms(0) == shifted
+        assert outcome.baseline.instance == shifted
 
 
 def back_to_baseline(outcome: Outcome) -> None:
