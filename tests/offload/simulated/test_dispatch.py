@@ -31,7 +31,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     assert torch.equal(result.cpu(), expected)
 
 
-def on_both(device: SimulatedCard, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+def assert_same_on_both(device: SimulatedCard, function: Callable[..., Tensor], *inputs: Tensor) -> None:
     """`function` makes the same on the card of inputs that were copied there."""
     expected = function(*(tensor.clone() for tensor in inputs))
     assert_same(function(*(tensor.to(device.torch_device) for tensor in inputs)), expected)
@@ -130,7 +130,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 def test_a_function_gives_the_same_bits_and_strides(device: SimulatedCard, function):
-    on_both(device, function, rows)
+    assert_same_on_both(device, function, rows)
 
 
 def write_through_view(x: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def test_mixing_devices_raises_as_on_cuda(device: SimulatedCard, function):
 
 
 def test_scalars_from_the_host_may_be_mixed_in(device: SimulatedCard):
-    on_both(device, lambda x: x * torch.tensor(2.0) + torch.tensor(1), rows)
+    assert_same_on_both(device, lambda x: x * torch.tensor(2.0) + torch.tensor(1), rows)
 
 
 def test_random_numbers_are_the_cpus(device: SimulatedCard):
@@ -291,7 +291,7 @@ def test_random_numbers_are_the_cpus(device: SimulatedCard):
 
 def test_autocast_that_is_off_changes_nothing(device: SimulatedCard):
     with torch.autocast("simgpu", enabled=False):
-        on_both(device, lambda x: x @ x.t(), rows)
+        assert_same_on_both(device, lambda x: x @ x.t(), rows)
 
 
 def test_a_module_on_the_card_is_copied_deeply_with_its_ties(device: SimulatedCard):

@@ -117,8 +117,10 @@ def test_reads_need_no_order_among_themselves(card, side):
     x = ones(card)
     side.wait_event(card.current_stream().record_event())
     with card.on(side):
-        x + 1
-    x + 1
+        theirs = x + 1
+    assert (x + 1).tolist() == [2.0] * 8
+    after(card, side)
+    assert theirs.tolist() == [2.0] * 8
 
 
 def test_order_passes_through_a_third_stream(card, side):
@@ -129,7 +131,7 @@ def test_order_passes_through_a_third_stream(card, side):
         x.fill_(3)
     third.wait_event(side.record_event())
     after(card, third)
-    x + 1
+    assert (x + 1).tolist() == [4.0] * 8
 
 
 @pytest.mark.parametrize("how", ["event", "stream", "device", "copy", "item"])
@@ -201,7 +203,7 @@ def test_memory_of_another_stream_is_not_given_out_at_all(card, side):
         x + 1
     del x
     with card.on(side):
-        ones(card)
+        assert ones(card).tolist() == [1.0] * 8
 
 
 def test_the_allocator_waits_for_streams_that_were_recorded(card, side):
@@ -212,7 +214,7 @@ def test_the_allocator_waits_for_streams_that_were_recorded(card, side):
     extension = torch.Stream(device=card.torch_device).device_type
     x.record_stream(torch.Stream(stream_id=side.number, device_index=0, device_type=extension))
     del x
-    ones(card)
+    assert ones(card).tolist() == [1.0] * 8
 
 
 def test_new_memory_comes_after_whoever_had_it_on_any_stream(card, side):
