@@ -254,7 +254,7 @@ class Destination:
 
     def write(self, text: str) -> None:
         """Raises InputError."""
-        from ..planner.journal.file import replace_file
+        from ..offload.file import replace_file
 
         try:
             replace_file(self.path, text.encode())

@@ -7,9 +7,9 @@ host, which has to see to a copy from pageable memory itself, gives it no work m
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,9 @@ import torch
 
 from .device import Device, Mark
 from .errors import DeviceError, InputError
+from .file import replace_file
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,6 @@ class LayerTimer:
 
 _TRIES = 5
 _FORMAT = 1
-_COPY_BYTES = 256 << 20
 
 
 def measure_bandwidth(device: Device, nbytes: int, *, pinned: bool) -> float:
@@ -157,8 +159,9 @@ def user_cache_path() -> Path:
 class BandwidthCache:
     """Measures a card's bandwidth once under one `driver`.
 
-    With `path`, what was measured is there for the next process. A file that isn't there, or isn't
-    what this class writes, is taken for empty and written anew.
+    With `path`, what was measured is there for the next process. A file that isn't there, can't be
+    read, or isn't what this class writes, is taken for empty and written anew; where it can't be
+    written, a warning says so.
     """
 
     def __init__(self, path: Path | None = None, *, driver: str = "") -> None:
@@ -166,7 +169,7 @@ class BandwidthCache:
         self.driver = driver
         self._known: dict[str, float] = {}
 
-    def bytes_per_s(self, device: Device, *, pinned: bool, nbytes: int = _COPY_BYTES) -> float:
+    def bytes_per_s(self, device: Device, *, pinned: bool, nbytes: int) -> float:
         """As `measure_bandwidth` says, and raising what it raises."""
         kind = "pinned" if pinned else "pageable"
         key = f"{device.identity.uuid} {self.driver} {kind}"
@@ -174,7 +177,10 @@ class BandwidthCache:
             self._known = self._read() | self._known
         if key not in self._known:
             self._known[key] = measure_bandwidth(device, nbytes, pinned=pinned)
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                logger.warning("the next process measures the copy rate again: %s", error)
         return self._known[key]
 
     def _read(self) -> dict[str, float]:
@@ -182,7 +188,7 @@ class BandwidthCache:
             return {}
         try:
             held = json.loads(self.path.read_bytes())
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return {}
         if not isinstance(held, dict) or held.get("format") != _FORMAT:
             return {}
@@ -192,20 +198,12 @@ class BandwidthCache:
         return {key: float(rate) for key, rate in rates.items() if _is_rate(rate)}
 
     def _write(self) -> None:
-        """Replace the file in one step: who reads it sees the old one or the new."""
+        """Raises OSError."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "bytes_per_s": self._known}, indent=2, sort_keys=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, prefix=self.path.name, delete=False
-        ) as file:
-            file.write(text + "\n")
-        try:
-            Path(file.name).replace(self.path)
-        except BaseException:
-            Path(file.name).unlink()
-            raise
+        replace_file(self.path, f"{text}\n".encode())
 
 
 def _is_rate(value: object) -> bool:

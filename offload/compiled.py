@@ -22,7 +22,7 @@ def untraced(hook: Hook) -> Hook:
 
 
 def is_ours(hook: object) -> bool:
-    """Whether `untraced` made it."""
+    """Whether we put it on a module: `untraced` made it, or it says so itself."""
     return getattr(hook, "is_ours", False) is True
 
 

@@ -277,8 +277,7 @@ class LockLimit:
     """What the process may lock with `mlock`, and has.
 
     A GPU's driver locks pages by itself, and as a rule isn't held to this limit. So nothing is
-    refused by it beforehand: it is told, and may explain a pin that fails. A process with
-    CAP_IPC_LOCK, such as root's, isn't held to it either.
+    refused by it: it is told. A process with CAP_IPC_LOCK, such as root's, isn't held to it either.
     """
 
     limit_bytes: int | None
@@ -294,16 +293,6 @@ class LockLimit:
             return None
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return cls(None if soft == resource.RLIM_INFINITY else soft, _locked_bytes(proc))
-
-    def explains(self, *, pinned_bytes: int, failed_bytes: int) -> bool:
-        """Whether it can be why `failed_bytes` couldn't be pinned on top of `pinned_bytes`.
-
-        Where more is pinned than it admits, pinning isn't held to it.
-        """
-        if self.limit_bytes is None:
-            return False
-        left = self.limit_bytes - self.locked_bytes
-        return pinned_bytes <= left < pinned_bytes + failed_bytes
 
 
 def _locked_bytes(proc: Path) -> int:

@@ -139,10 +139,15 @@ class _Binding:
 
 
 def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit: so a NaN is itself, and -0.0 isn't 0.0."""
     try:
-        return torch.equal(tensor, other)
+        return torch.equal(_bits(tensor), _bits(other))
     except VirtualDataError:
         return True  # there are no values that could differ
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _told(tensor: torch.Tensor) -> str:
@@ -196,14 +201,16 @@ class Region:
         all the rest is done.
         """
         places, self._places = self._places, ()
+        if not places:
+            return
         with ExitStack() as others:
-            for binding, place in zip(self.bindings, places, strict=bool(places)):
+            for binding, place in zip(self.bindings, places, strict=True):
                 if stands_on(binding.tensor, place):
                     binding.tensor.data = binding.host
                 elif binding.tensor.device == place.device:
                     others.callback(binding.take_home)
 
-    def check_home(self) -> None:
+    def ensure_home(self) -> None:
         """Raises OffloadError where a tensor isn't what was found: to bind it would delete what
         somebody put in. One that was cast and cast back is what was found."""
         for binding in self.bindings:
@@ -277,7 +284,7 @@ class Weights:
 
         Raises torch.OutOfMemoryError, and OffloadError where a tensor was given another value.
         """
-        self.check_home()
+        self.ensure_home()
         places = [(buffers.allocate(aligned(region.nbytes)), 0) for region in self.regions]
         return self._fill(copies, places)
 
@@ -286,7 +293,7 @@ class Weights:
 
         All or nothing. Raises OffloadError where a tensor was given another value.
         """
-        self.check_home()
+        self.ensure_home()
         places = []
         start = 0
         for region in self.regions:
@@ -304,6 +311,7 @@ class Weights:
                 region.bind(buffer, start)
         except BaseException:
             copies.wait(copied)  # before the buffers, now nobody's, are used again
+            self.offload()
             raise
         return copied
 
@@ -324,10 +332,10 @@ class Weights:
     def tensors(self) -> Iterator[torch.Tensor]:
         return (binding.tensor for region in self.regions for binding in region.bindings)
 
-    def check_home(self) -> None:
+    def ensure_home(self) -> None:
         """Raises OffloadError where a tensor was given another value than the one found."""
         for region in self.regions:
-            region.check_home()
+            region.ensure_home()
 
     def leftovers(self, buffers: Buffers) -> Iterator[str]:
         for region in self.regions:
@@ -373,7 +381,7 @@ def regions(
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             raise OffloadError(
                 f"a {type(tensor).__name__} of {tuple(tensor.shape)} is no plain strided tensor",
-                hint="keep the component that holds it resident",
+                hint="hand the component over without quantisation: nothing here can move it",
             )
         if tensor.device.type != "cpu":
             raise OffloadError(

@@ -127,7 +127,7 @@ class LayerwiseOffload(Placement):
         if self._handles:
             raise OffloadError("the layers are hooked already", hint="call remove() first")
         for weights in self._all_weights():
-            weights.check_home()
+            weights.ensure_home()
         self._forget_order()
         if self.pin is not None:
             self.pin_masters(self.pin)
@@ -169,7 +169,7 @@ class LayerwiseOffload(Placement):
         resident: frozenset[int] | None = None,
     ) -> None:
         for weights in self._away():
-            weights.check_home()
+            weights.ensure_home()
         self._in_use = True
         self._copies.join()
         self._held = frozenset()
@@ -313,7 +313,7 @@ class LayerwiseOffload(Placement):
     def _load_streamed(self, i: int) -> _Loaded:
         if not self._window and self._slots == 1 + self.prefetch:
             # A layer that was fetched ahead and isn't next after all.
-            unused = next(j for j, other in self._loaded.items() if other.streamed and j != i)
+            unused = next(j for j, other in self._loaded.items() if other.streamed)
             self._give_up(unused)
         if self._window:
             buffer = self._window.pop()

@@ -290,7 +290,7 @@ class ComponentOffload(_Whole):
 
     def install(self) -> None:
         if not self._loaded:
-            self._weights.check_home()
+            self._weights.ensure_home()
 
     def begin_use(
         self,

@@ -158,15 +158,13 @@ def declare(
     return declared
 
 
-def left_to_size(
-    declarations: Mapping[str, Declaration], resident_layers: Mapping[str, str]
-) -> frozenset[str]:
+def left_to_size(declarations: Mapping[str, Declaration]) -> frozenset[str]:
     """Layerwise components for which the user declared no resident layers."""
-    declared = resolve(resident_layers, declarations)
-    layerwise = (
-        name for name, each in declarations.items() if each.mode is ResidencyMode.LAYERWISE_OFFLOAD
+    return frozenset(
+        name
+        for name, each in declarations.items()
+        if each.mode is ResidencyMode.LAYERWISE_OFFLOAD and each.fixed is None
     )
-    return frozenset(layerwise) - declared.keys()
 
 
 def _check_unified(unified: bool, modes: Mapping[str, ResidencyMode]) -> None:

@@ -206,9 +206,10 @@ def undo(steps: list[Change]) -> list[Exception]:
     errors: list[Exception] = []
     while steps:
         try:
-            steps.pop().revert()
+            steps[-1].revert()
         except Exception as error:
             errors.append(error)
+        steps.pop()  # what is interrupted is still there to be undone
     return errors
 
 

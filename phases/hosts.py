@@ -55,7 +55,7 @@ def host_of(
     )
     sized: frozenset[str] = frozenset()
     if declared.size == "auto":
-        sized = left_to_size(declarations, declared.resident_layers)
+        sized = left_to_size(declarations)
     return DiffusersHost(
         found,
         device,

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from ..offload.cards import Card, custom_card
 from ..offload.errors import InputError, PlanFileError
+from ..offload.file import replace_file
 from ..phases.identity import ABSENT, LibraryPrint, installed
 from ..phases.schedule import Value
 from .fingerprint import Difference, Fingerprint
-from .journal.file import replace_file
 from .plan import FORMAT_VERSION as PLAN_VERSION
 from .plan import Plan, Report
 

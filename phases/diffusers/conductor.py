@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,8 @@ class Conductor:
                 for call in self._entries
                 if call.component == component.name
             }
-            for module in component.module.modules():
-                if module in entered and not isinstance(module, nn.ModuleList):
+            for module in entered:
+                if not isinstance(module, nn.ModuleList):
                     # before those of a layer that is entered itself, which need the use begun
                     hook = untraced(_Entered(self, component.name))
                     self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
@@ -77,8 +77,9 @@ class Conductor:
         something else have on the device is given up."""
         changed = self.schedule.changed(schedule)
         self.schedule = schedule
-        for component in changed:
-            self.strategies[component].placement.release_all()
+        with ExitStack() as undo:
+            for component in changed:
+                undo.callback(self.strategies[component].placement.release_all)
 
     def expect(self, passes: Passes) -> None:
         """How often the uses of the requests to come are called; of others the graph says it."""
@@ -107,23 +108,24 @@ class Conductor:
     @contextmanager
     def request(self) -> Iterator[RequestTrace]:
         """One request. An error inside gives up what the phase under way has on the device."""
-        trace = self._trace = RequestTrace()
-        self._settle()
-        self._begin_reading()
-        begin = self._since
-        is_timed = self.device.traits.timed
-        began = self.device.mark() if is_timed else None
+        trace = RequestTrace()
         try:
+            self._settle()  # uses that were begun outside of any request aren't this one's
+            self._begin_reading()
+            self._trace = trace
+            begin = self._since
+            began = self.device.mark() if self.device.traits.timed else None
             yield trace
             self._end_phase()
             trace.transfers = self.device.transfers - begin
             if began is not None:
                 trace.seconds = self.device.seconds(began, self.device.mark())
         except BaseException:
-            for component in self._open:
-                self.strategies[component].placement.release_all()
-            self._open.clear()
             self._phase = None
+            with ExitStack() as undo:
+                undo.callback(self._open.clear)
+                for component in self._open:
+                    undo.callback(self.strategies[component].placement.release_all)
             raise
         finally:
             self._trace = None
@@ -176,7 +178,7 @@ class Conductor:
     def _settle(self) -> None:
         """Finish the uses that are open: those of the phase that ended."""
         while self._open:
-            component, use = self._open.popitem()
+            component, use = next(reversed(self._open.items()))
             use = self._use(use.phase, component)
             strategy = self.strategies[component]
             if self._trace is not None:
@@ -185,6 +187,7 @@ class Conductor:
                 if strategy.placement.timer is not None:
                     self._trace.use_times[use.phase, component] = strategy.placement.timer.use()
             strategy.finish(use)
+            del self._open[component]
         self._phase = None
 
     def _begin_reading(self) -> None:

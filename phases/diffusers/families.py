@@ -13,9 +13,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, Self
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from ...offload.errors import InputError, ShapeError, UnknownNameError
+from ..schedule import Value
 from ..shape import Shape
 
 if TYPE_CHECKING:
@@ -26,15 +27,11 @@ if TYPE_CHECKING:
 _PIPELINES = files(__package__).joinpath("pipelines")
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Part(_Config):
+class Part(Value):
     """A class by its import path, and the config to construct it with."""
 
     class_path: str = Field(alias="class")
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
 
     def load(self) -> Any:
         return _load(self.class_path)
@@ -47,8 +44,6 @@ class ComponentSpec(Part):
 
     def build(self, *, virtual: bool, seed: int) -> Any:
         import torch
-
-        pass
 
         model = self.load()
 
@@ -63,7 +58,7 @@ class ComponentSpec(Part):
         return seeded_weights(construct, dtype, seed)
 
 
-class Limits(_Config):
+class Limits(Value):
     """What every request must keep to; None is no limit."""
 
     multiple: int
@@ -72,7 +67,7 @@ class Limits(_Config):
     max_frames: int | None = 1
 
 
-class Family(_Config):
+class Family(Value):
     """One pipeline config: what to build, and the request that its model card recommends."""
 
     name: str
@@ -174,10 +169,8 @@ def _require_libraries() -> None:
 _FIRST_ID = 3  # below stand padding, end and unknown in every vocabulary here
 
 
-class TokenizerSpec(BaseModel):
+class TokenizerSpec(Value):
     """What a pipeline config says of one tokenizer or processor."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["tokenizer", "processor"] = "tokenizer"
     vocabulary: int

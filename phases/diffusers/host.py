@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import torch
 
@@ -133,15 +134,7 @@ class DiffusersHost(Host):
                 for name, structure in sorted(found.items())
             ),
             adapters=tuple(
-                AdapterPrint(
-                    component=name,
-                    name=each.name,
-                    ranks=each.ranks,
-                    layers=each.layers,
-                    weight_bytes=each.weight_bytes,
-                    active=each.active,
-                    merged=each.merged,
-                )
+                AdapterPrint(component=name, **asdict(each))
                 for name, structure in sorted(found.items())
                 for each in structure.adapters
             ),
@@ -172,17 +165,17 @@ class DiffusersHost(Host):
     def _bytes_of(self, name: str, placement: Placement) -> ComponentBytes:
         declared = self.declarations[name]
         return ComponentBytes(
-            name,
-            declared.mode,
-            placement.layers,
-            placement.weight_bytes,
-            placement.non_layer_bytes,
-            placement.copy_bytes,
-            placement.non_layer_copy_bytes,
-            placement.pinned_charge_bytes,
-            placement.resident_set,
-            placement.total_layers,
-            placement.resident_layers,
+            name=name,
+            residency=declared.mode,
+            layers=placement.layers,
+            weight_bytes=placement.weight_bytes,
+            non_layer_bytes=placement.non_layer_bytes,
+            copy_bytes=placement.copy_bytes,
+            non_layer_copy_bytes=placement.non_layer_copy_bytes,
+            pinned_charge_bytes=placement.pinned_charge_bytes,
+            declared=placement.resident_set,
+            total_layers=placement.total_layers,
+            resident_layers=placement.resident_layers,
             stays=isinstance(placement, Resident),
             sized=name in self.sized,
             fixed=declared.fixed,
@@ -283,8 +276,9 @@ class DiffusersHost(Host):
         return (*steps, Follow(self._conductor, schedule))
 
     def release(self) -> None:
-        for placement in self.placements.values():
-            placement.release_all()
+        with ExitStack() as undo:
+            for placement in self.placements.values():
+                undo.callback(placement.release_all)
 
     def check_restored(self) -> None:
         gc.collect()
@@ -357,16 +351,16 @@ class DiffusersHost(Host):
         run, a layer is copied in vain or waited for. Whether it is 1 decides whether the resident
         set is held, so it is 1 where nothing was held when `like` was validated, and else more.
         """
-        validated, served = self._warmup.passes(like), self._scaled(like, self._steps(asked, like))
+        validated, served = (
+            self._warmup.passes(like),
+            self._scaled(like, self.pipeline.steps(asked)),
+        )
         expected = {}
         for at, passes in validated.items():
             hold = self.schedule.hold(*at)
             is_held = passes > 1 or (hold is not None and hold.retain_resident_layers)
             expected[at] = max(served[at], min(passes, 2)) if is_held else 1
         return expected
-
-    def _steps(self, asked: Shape, like: Shape) -> int:
-        return self.pipeline.steps(asked) or self._warmup.steps(like)
 
     def held_bytes(self) -> dict[str, int]:
         """A component's tensors are those that it had when it was placed. What it gets later, such
@@ -392,7 +386,9 @@ class DiffusersHost(Host):
 def _check_sharing(pipeline: DiffusersPipeline) -> None:
     owners: dict[int, str] = {}
     for component in pipeline.components:
-        for tensor in (*component.module.parameters(), *component.module.buffers()):
+        for tensor in module_tensors(component.module):
+            if tensor.layout is not torch.strided:
+                continue  # no placement takes it, and says so
             owner = owners.setdefault(tensor.untyped_storage()._cdata, component.name)
             if owner != component.name and tensor.numel():
                 raise OffloadError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...offload.device import Device
 from ...offload.errors import InputError
@@ -31,6 +31,7 @@ class Result:
 class _ExecutesOn:
     """What diffusers reads of an accelerate hook: where the inputs have to be."""
 
+    is_ours: ClassVar[bool] = True
     execution_device: torch.device
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

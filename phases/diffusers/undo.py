@@ -136,22 +136,20 @@ class Residue:
     scheduler's history and its timesteps on the device, a table that a module made for itself.
 
     Objects are the pipeline, its components, and all submodules. Of each the attributes are kept,
-    and what is in those that are lists, dicts and sets. Values are kept by reference. Of hooks,
-    which a model may put on itself in its first run, those that are ours stay, which come and go
-    meanwhile. Caches of methods, which may hold tensors on the device and fill again, are cleared,
-    here and when the state is put back.
+    and what is in those that are lists, dicts and sets. Values are kept by reference. Hooks, which
+    a model may put on itself in its first run, and attributes that are ours stay as they are: they
+    come and go meanwhile. Caches of methods, which may hold tensors on the device and fill again,
+    are cleared, here and when the state is put back.
     """
 
     def __init__(self, pipeline: DiffusersPipeline) -> None:
-        objects = dict(_objects(pipeline))
-        self._types = {type(each) for each in objects.values()}
+        objects = [*_objects(pipeline)]
+        self._types = {type(each) for each in objects}
         self._clear_caches()
-        self._containers = [
-            _Container(target) for each in objects.values() for target in _containers(each)
-        ]
+        self._containers = [_Container(target) for each in objects for target in _containers(each)]
         self._hooks = [
             (module, {name: {*table} for name, table in _hook_tables(module)})
-            for module in objects.values()
+            for module in objects
             if isinstance(module, nn.Module)
         ]
 
@@ -177,12 +175,17 @@ class _Container:
         self._before = target.copy()
 
     def restore(self) -> None:
-        if self._is_changed():
-            self._target.clear()
-            if isinstance(self._target, list):
-                self._target.extend(self._before)
-            else:
-                self._target.update(self._before)
+        if not self._is_changed():
+            return
+        before, now = self._before, self._target
+        if isinstance(now, dict):
+            ours = {key: value for key, value in now.items() if is_ours(value)}
+            before = {key: value for key, value in before.items() if not is_ours(value)} | ours
+        now.clear()
+        if isinstance(now, list):
+            now.extend(before)
+        else:
+            now.update(before)
 
     def _is_changed(self) -> bool:
         before, now = self._before, self._target
@@ -198,13 +201,13 @@ class _Container:
 _ABSENT = object()
 
 
-def _objects(pipeline: DiffusersPipeline) -> Iterator[tuple[str, Any]]:
-    yield "pipeline", pipeline.pipeline
-    for name, component in pipeline.pipeline.components.items():
+def _objects(pipeline: DiffusersPipeline) -> Iterator[Any]:
+    yield pipeline.pipeline
+    for component in pipeline.pipeline.components.values():
         if isinstance(component, nn.Module):
-            yield from component.named_modules(prefix=name)
+            yield from component.modules()
         elif hasattr(component, "__dict__"):
-            yield name, component
+            yield component
 
 
 def _containers(each: Any) -> Iterator[Any]:

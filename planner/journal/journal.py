@@ -19,10 +19,10 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from ...offload.errors import JournalError
+from ...offload.file import replace_file, sync_folder, write_all
 from ...phases.schedule import Schedule
 from ..fingerprint import Fingerprint
 from ..verdict import Judgement, Verdict
-from .file import replace_file, sync_folder, write_all
 from .history import Attempt, History, State, attempts, telling
 from .record import FORMAT_VERSION, JournalRecord, Kind, ProcessRecord
 

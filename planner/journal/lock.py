@@ -25,8 +25,8 @@ from filelock import FileLock, Timeout
 from pydantic import AwareDatetime, ValidationError
 
 from ...offload.errors import LockedError
+from ...offload.file import replace_file
 from ...phases.schedule import Value
-from .file import replace_file
 from .record import ProcessRecord
 
 

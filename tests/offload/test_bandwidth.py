@@ -110,7 +110,9 @@ def test_a_file_that_is_something_else_is_written_anew(card, tmp_path: Path, tex
     assert copies(card, BandwidthCache(path)) == 0
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(card, tmp_path: Path, monkeypatch):
+def test_a_write_that_fails_leaves_the_file_as_it_was_and_is_told(
+    card, tmp_path: Path, monkeypatch, caplog
+):
     path = tmp_path / "bandwidth.json"
     copies(card, BandwidthCache(path))
     before = path.read_bytes()
@@ -119,10 +121,21 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(card, tmp_path: Path, monk
         raise OSError("the disk is full (injected)")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(OSError, match="injected"):
-        BandwidthCache(path).bytes_per_s(card, pinned=False, nbytes=NBYTES)
+    cache = BandwidthCache(path)
+    assert [copies(card, cache, pinned=False) for _ in range(2)] == [6, 0]
+    assert "injected" in caplog.text
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["bandwidth.json"]
+
+
+def test_a_file_that_can_not_be_read_or_written_is_told_and_the_rate_measured(
+    card, tmp_path: Path, caplog
+):
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path, tmp_path / "file" / "bandwidth.json"):
+        caplog.clear()
+        assert copies(card, BandwidthCache(path)) == 6
+        assert "measures the copy rate again" in caplog.text
 
 
 def test_the_users_cache_is_where_xdg_says(monkeypatch, tmp_path: Path):

@@ -69,27 +69,3 @@ def test_it_is_told_beside_the_terms_and_is_none_of_them(tmp_path):
     limits = HostLimits.read(proc=tmp_path)
     assert limits.lock == LockLimit.read(proc=tmp_path)
     assert [term.source for term in limits.terms] == ["RAM available"]
-
-
-@pytest.mark.parametrize(
-    ("limit_bytes", "pinned_bytes", "explains"),
-    [
-        (8 * MIB, 0, False),  # 8 MiB are left, and 8 failed
-        (8 * MIB - 1, 0, True),
-        (64 * MIB, 57 * MIB, True),
-        (64 * MIB, 56 * MIB, False),
-        (64 * MIB, 65 * MIB, False),  # pinning isn't held to it
-        (None, 0, False),
-    ],
-)
-def test_it_explains_a_pin_that_failed_where_it_would_refuse_it(
-    limit_bytes: int | None, pinned_bytes: int, explains: bool
-):
-    lock = LockLimit(limit_bytes, 0)
-    assert lock.explains(pinned_bytes=pinned_bytes, failed_bytes=8 * MIB) == explains
-
-
-def test_what_is_locked_by_other_means_counts_against_it():
-    lock = LockLimit(64 * MIB, 60 * MIB)
-    assert lock.explains(pinned_bytes=0, failed_bytes=5 * MIB)
-    assert not lock.explains(pinned_bytes=0, failed_bytes=4 * MIB)

@@ -247,4 +247,4 @@ class Wrapper(torch.Tensor):
 def test_a_tensor_that_is_not_plain_and_strided_is_refused(tensor: Tensor):
     with pytest.raises(OffloadError, match="is no plain strided tensor") as caught:
         regions([tensor])
-    assert "resident" in str(caught.value.hint)
+    assert "without quantisation" in str(caught.value.hint)

@@ -232,6 +232,56 @@ def test_a_weight_that_was_cast_and_cast_back_on_the_device_is_unchanged(device,
     assert snapshot(module) == before
 
 
+def test_a_nan_that_was_cast_and_cast_back_is_itself(device, make):
+    module = Stack()
+    next(module.parameters()).data[0, 0] = float("nan")
+    placement = make(module, device)
+    placement.install()
+    placement.begin_use(holds_resident_set=True)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.double().float()
+    placement.release_after_use()
+    use(placement, keep=False)
+    assert gone(placement)
+
+
+def test_zero_in_place_of_minus_zero_is_another_value(device):
+    module = Stack()
+    weight = next(module.parameters())
+    weight.data[0, 0] = -0.0
+    placement = ComponentOffload(module, device)
+    placement.install()
+    weight.data = weight.data + 0.0
+    with pytest.raises(OffloadError, match="was exchanged since it was settled"):
+        use(placement, keep=False)
+    assert gone(placement)
+
+
+def test_a_layer_that_can_not_be_bound_in_whole_is_not_bound_at_all(device, monkeypatch):
+    module = Stack()
+    before = snapshot(module)
+    placement = LayerwiseOffload(module, device)
+    placement.install()
+    layer = placement._layers[0]
+    whole = Region.bind
+
+    def bind(self: Region, buffer: torch.Tensor, start: int) -> None:
+        if self is layer.regions[-1]:
+            raise RuntimeError("injected")
+        whole(self, buffer, start)
+
+    assert len(layer.regions) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Region, "bind", bind)
+        with pytest.raises(RuntimeError, match="injected"):
+            use(placement, keep=False)
+    assert all(each.device.type == "cpu" for each in layer.tensors)
+    placement.release_all()
+    use(placement, keep=False)
+    assert gone(placement)
+    assert snapshot(module) == before
+
+
 @pytest.mark.parametrize("change", [to_bfloat16, other_values, other_shape, transposed])
 def test_a_weight_that_was_exchanged_is_not_loaded_and_nothing_is_moved(device, make, change):
     module = Stack()

@@ -259,6 +259,47 @@ def test_an_error_leaves_what_another_use_has_retained():
         stage.check_integrity()
 
 
+def test_a_use_that_can_not_be_finished_is_given_up_too(monkeypatch):
+    with on_stage(resident_layers=HALF) as stage:
+        level = stage.card.read().allocated_bytes
+        expected = request(stage)[1]
+
+        def fail(use):
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.conductor.strategies["transformer"], "finish", fail)
+            with pytest.raises(ZeroDivisionError):
+                request(stage)
+        assert stage.card.read().allocated_bytes == level
+        stage.check_integrity()
+        assert torch.equal(request(stage)[1], expected)
+
+
+def test_what_one_placement_raises_keeps_no_other_from_being_given_up(monkeypatch):
+    """Of two components that are in use the first can't be released."""
+    with on_stage(resident_layers=HALF) as stage:
+        placement = stage.conductor.strategies["text_encoder"].placement
+
+        def fail() -> None:
+            raise ZeroDivisionError
+
+        def use_both() -> None:
+            with stage.conductor.request():
+                for use in [*stage.conductor.graph.uses][:2]:
+                    stage.conductor._open[use.component] = use
+                    stage.conductor.strategies[use.component].prepare(use)
+                raise KeyError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(placement, "release_all", fail)
+            with pytest.raises(ZeroDivisionError):
+                use_both()
+        assert not on_card(stage, "transformer")
+        placement.release_all()
+        assert not stage.conductor._open
+
+
 def test_an_interrupt_gives_up_what_the_phase_has_too():
     with on_stage() as stage:
         failed_request(stage, after=KeyboardInterrupt)
@@ -322,6 +363,16 @@ def test_a_request_finishes_what_a_direct_call_has_open():
         request(stage)
         direct = ["prepare denoise/transformer", "finish denoise/transformer"]
         assert stage.log == direct + ONE_REQUEST
+
+
+def test_what_a_direct_call_has_open_is_not_the_requests_that_finishes_it():
+    with on_stage() as stage:
+        text_encoder = stage.components[0].module
+        text_encoder(X.to(stage.card.torch_device))
+        with stage.conductor.request() as trace:
+            pass
+        assert (trace.layers_run, trace.use_times, trace.readings) == ({}, {}, [])
+        assert stage.log == ONE_REQUEST[:2]
 
 
 @pytest.mark.parametrize("method", ["project", "run_layers"])

@@ -17,7 +17,7 @@ from residency.phases.component import declare
 from residency.phases.diffusers.families import find_family
 from residency.phases.diffusers.host import LOAD, DiffusersHost
 from residency.phases.diffusers.pipeline import DiffusersPipeline
-from residency.phases.diffusers.undo import Residue
+from residency.phases.diffusers.undo import Place, Residue
 from residency.phases.host import Made
 from residency.phases.schedule import Hold, Schedule
 from residency.phases.shape import Shape
@@ -274,6 +274,54 @@ def test_closed_in_the_middle_of_a_request_nothing_is_left(plain):
         test.check_nothing_is_left()
         assert test.host.open() is None
         assert torch.equal(test.serve(), plain)
+        test.host.close()
+        test.check_nothing_is_left()
+
+
+def test_closed_in_the_middle_of_its_own_sweep_nothing_is_left():
+    """What the sweep leaves is put back behind the closing, and nothing of ours with it."""
+    with server() as test:
+        assert test.host.open() is None
+        layer = test.pipe.transformer.transformer_blocks[2]
+        handle = layer.register_forward_hook(lambda *_: test.host.close())
+        test.host.sweep()
+        handle.remove()
+        test.check_nothing_is_left()
+
+
+def test_a_closing_that_is_interrupted_is_taken_up_where_it_was(monkeypatch):
+    with server() as test:
+        assert test.host.open() is None
+        test.retain()
+        test.serve()
+
+        def interrupt(self: Place) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Place, "revert", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                test.host.close()
+        test.host.close()
+        test.check_nothing_is_left()
+
+
+def test_every_placement_is_released_though_one_raises(monkeypatch):
+    with server() as test:
+        assert test.host.open() is None
+        test.retain()
+        test.serve()
+        stays, *others = [test.host.placements[each] for each in ("text_encoder", "transformer")]
+        assert all(each.allocated_bytes for each in (stays, *others))
+
+        def fail() -> None:
+            raise OffloadError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stays, "release_all", fail)
+            with pytest.raises(OffloadError, match="injected"):
+                test.host.release()
+        assert [each.allocated_bytes for each in others] == [0]
         test.host.close()
         test.check_nothing_is_left()
 

@@ -13,9 +13,9 @@ import pytest
 from journaling import FINGERPRINT, OTHER
 
 from residency.offload.errors import PlanFileError, StalePlanError
+from residency.offload.file import replace_file
 from residency.phases.schedule import NOTHING
 from residency.planner.fingerprint import Fingerprint
-from residency.planner.journal.file import replace_file
 from residency.planner.plan import Plan, Report, Status
 from residency.planner.planfile import read_report, write_report
 
@@ -24,7 +24,7 @@ OLD, NEW = b"old\n", b"new\n" * 10_000
 WRITE_UNTIL_KILLED = """
 import sys
 from pathlib import Path
-from residency.planner.journal.file import replace_file
+from residency.offload.file import replace_file
 path = Path(sys.argv[1])
 print("writes", flush=True)
 while True:

@@ -31,7 +31,9 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     assert torch.equal(result.cpu(), expected)
 
 
-def assert_same_on_both(device: SimulatedCard, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+def assert_same_on_both(
+    device: SimulatedCard, function: Callable[..., Tensor], *inputs: Tensor
+) -> None:
     """`function` makes the same on the card of inputs that were copied there."""
     expected = function(*(tensor.clone() for tensor in inputs))
     assert_same(function(*(tensor.to(device.torch_device) for tensor in inputs)), expected)
