@@ -12,7 +12,7 @@ plan: $(VENV)/.ready
 	  --component-residency dit=resident,text_encoder=layerwise-offload,vae=resident \
 	  --layerwise-resident-layers text_encoder=0.65 --explore 1
 
-# Standard input is as a background job finds it, so that both ways pass alike.
+# Without a terminal's standard input, as in CI and in the background: a test that reads it fails.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" < /dev/null
 

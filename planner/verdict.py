@@ -16,7 +16,6 @@ class Step(StrEnum):
     BUILDING = "building"
     """The pipeline, from a config or a folder."""
     PLACING = "placing"
-    DISCOVERING = "discovering"
     MEASURING = "measuring"
     VERIFYING = "verifying"
     """A plan of an earlier start is applied and swept once."""

@@ -87,7 +87,7 @@ class Server:
         ]
 
     def check_nothing_is_left(self) -> None:
-        """The host's own and what it moved, found by looking and not by asking."""
+        """The host's own, and what it moved."""
         for name, component in self.pipe.components.items():
             if not isinstance(component, torch.nn.Module):
                 continue
@@ -127,6 +127,8 @@ def test_what_was_opened_and_closed_twice_is_as_it_was_found():
             assert test.host.open() is None
             assert test.host.is_open
             assert anatomy(test.pipeline.components) != before
+            with pytest.raises(AssertionError):
+                test.check_nothing_is_left()
             for _ in range(2):
                 test.host.close()
                 assert anatomy(test.pipeline.components) == before
@@ -256,6 +258,15 @@ def test_an_opening_that_raised_is_undone_too():
         with pytest.raises(RuntimeError, match="injected"):
             host.open()
         host.close()
+        test.check_nothing_is_left()
+
+
+def test_an_interrupt_while_phases_are_found_is_undone():
+    with server() as test:
+        test.card.faults.at_allocation(40, lambda: KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            test.host.open()
+        test.host.close()
         test.check_nothing_is_left()
 
 

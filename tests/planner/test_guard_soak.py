@@ -68,8 +68,7 @@ def settle_again(served: Served, guard: Guard) -> None:
         guard.renew(served.outcome)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("requests", [100])
+@pytest.mark.parametrize("requests", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_no_request_inside_the_envelope_fails_and_none_outside_runs(requests):
     dice = random.Random(requests)
     with settled() as served:

@@ -38,7 +38,10 @@ def when_trying(act: Callable[[], object]) -> Callable[[str], None]:
 
 @pytest.mark.parametrize(
     ("family", "guidance"),
-    [*((each, 1.0) for each in FAMILIES), ("qwen-image", 3.0), ("wan2.1-t2v-14b", 3.0)],
+    [
+        *((each, 1.0) for each in FAMILIES),
+        *((each, 3.0) for each in FAMILIES if each != "flux.1-dev"),
+    ],
 )
 def test_the_output_with_retention_is_the_output_without_bit_for_bit(family, guidance):
     outcome, again = settled(family, guidance)
@@ -136,7 +139,7 @@ def test_what_the_model_says_does_not_fit_is_not_tried_unless_explored():
 def test_a_larger_card_never_moves_more_bytes_than_a_smaller_one():
     pipeline = tiny("qwen-image-2.1")
     moved = []
-    for capacity in range(2_500_000, 4_000_000, 350_000):
+    for capacity in range(2_400_000, 4_000_000, 200_000):
         with bench("qwen-image-2.1", capacity_bytes=capacity, pipeline=pipeline) as test:
             outcome = test.loop(pipeline=pipeline)
             if outcome.failure is None:

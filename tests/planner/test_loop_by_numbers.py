@@ -419,8 +419,12 @@ def test_closing_twice_is_nothing_and_no_request_runs_after():
         pytest.fail("it ran")
 
 
-@pytest.mark.parametrize("why", ["mistyped", "out of time", "broken"])
-def test_a_resettle_that_fails_leaves_what_was_served(why):
+@pytest.mark.parametrize(
+    ("mode", "limit_s", "told"),
+    [("serach", None, "no mode"), ("search", 0.0, "longer than"), ("search", None, "is gone")],
+    ids=["mistyped", "out of time", "broken"],
+)
+def test_a_resettle_that_fails_leaves_what_was_served(mode, limit_s, told):
     card = host(21)
     settlement = settled(card)
     served = card.latest
@@ -429,11 +433,11 @@ def test_a_resettle_that_fails_leaves_what_was_served(why):
     def build(host_bytes):
         raise OffloadError("a component is gone")
 
-    if why == "broken":
+    if told == "is gone":
         settlement._startup.build = build
-    mode, told = ("serach", "no mode") if why == "mistyped" else ("search", r"longer than|is gone")
+    limit = None if limit_s is None else Limit(limit_s)
     with pytest.raises(ResidencyError, match=told):
-        settlement.resettle(mode, limit=Limit(0.0))
+        settlement.resettle(mode, limit=limit)
     assert served.is_open
     assert served.schedule == schedule
     with settlement.guard("64x64"):
