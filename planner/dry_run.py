@@ -145,13 +145,30 @@ def _previous(request: PlanRequest, card: Card) -> Plan | None:
 
 def _simulated(request: PlanRequest, card: Card) -> SimulatedCard:
     context = CONTEXT_BYTES if request.context_bytes is None else request.context_bytes
-    allocator: AllocatorKind = "expandable" if request.expandable_segments else "caching"
+    return _card_with(
+        card,
+        context,
+        request.others_bytes,
+        tiny=request.tiny,
+        allocator="expandable" if request.expandable_segments else "caching",
+    )
+
+
+def _card_with(
+    card: Card,
+    context_bytes: int,
+    others_bytes: int,
+    *,
+    tiny: bool,
+    allocator: AllocatorKind = "caching",
+) -> SimulatedCard:
+    """A tiny pipeline is computed, and its bytes are those that it asks for."""
     return SimulatedCard(
         card,
-        virtual=not request.tiny,
-        allocator="exact" if request.tiny else allocator,
-        context_bytes=context,
-        others_bytes=request.others_bytes,
+        virtual=not tiny,
+        allocator="exact" if tiny else allocator,
+        context_bytes=context_bytes,
+        others_bytes=others_bytes,
     )
 
 
@@ -299,11 +316,5 @@ def _device(plan: Plan, device: str | None, tiny: bool) -> Iterator[Device | str
         yield device
         return
     card = replace(custom_card(plan.capacity_bytes), name=plan.card)
-    with SimulatedCard(
-        card,
-        virtual=not tiny,
-        allocator="exact" if tiny else "caching",
-        context_bytes=plan.context_bytes,
-        others_bytes=plan.others_bytes,
-    ) as simulated:
+    with _card_with(card, plan.context_bytes, plan.others_bytes, tiny=tiny) as simulated:
         yield simulated

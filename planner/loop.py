@@ -18,7 +18,7 @@ from .choosing.joint import Proposal, joined
 from .choosing.model import Choice, Instance, Shortage
 from .choosing.unfit import Unfit
 from .plan import Status
-from .proof import Prover, Settings, Transaction
+from .proof import Proof, Prover, Settings, Transaction
 from .verdict import Comparison, Event, Judgement, Listener, Step, Verdict, ignore
 
 UNLIMITED_BYTES = 1 << 50
@@ -114,7 +114,7 @@ def run_loop(host: Host, settings: Settings, *, listen: Listener = ignore) -> Ou
         if search.opens():
             for schedule in search.schedules():
                 proof = search.prover.prove(schedule)
-                if search.ends_with(schedule, proof.judgement, proof.sweep, proof.comparisons):
+                if search.ends_with(schedule, proof):
                     break
     except (RankError, JournalError) as error:
         cut_off(error)
@@ -345,15 +345,9 @@ class _Search:
         )
         return replace(instance, places=places)
 
-    def ends_with(
-        self,
-        schedule: Schedule,
-        judgement: Judgement,
-        sweep: Sweep | None,
-        comparisons: tuple[Comparison, ...],
-    ) -> bool:
+    def ends_with(self, schedule: Schedule, proof: Proof) -> bool:
         """Note what came of a schedule, and learn from its refutation. Whether it holds."""
-        outcome, baseline = self.outcome, self.outcome.baseline
+        outcome, baseline, judgement = self.outcome, self.outcome.baseline, proof.judgement
         shortage = shortfall = choice = None
         if baseline is not None:
             choice = baseline.choice_of(schedule)
@@ -362,12 +356,11 @@ class _Search:
                 return False  # it wasn't tried
             shortage = baseline.instance.shortage(choice)
             shortfall = baseline.missing_bytes(choice, judgement)
-        accepted = judgement.verdict is Verdict.ACCEPTED
         outcome.tries.append(
-            Try(schedule, shortage, judgement, shortfall, not accepted, comparisons)
+            Try(schedule, shortage, judgement, shortfall, not proof.holds, proof.comparisons)
         )
-        if accepted:
-            outcome.planned, outcome.committed, outcome.chosen = sweep, schedule, self.trying
+        if proof.holds:
+            outcome.planned, outcome.committed, outcome.chosen = proof.sweep, schedule, self.trying
             self.tell(Step.COMMITTED, "committed")
             return True
         self.tell(Step.REFUTED, f"refuted: {judgement.verdict}")

@@ -190,13 +190,16 @@ def test_two_settlements_in_one_process_count_each_for_itself(monkeypatch):
     serve = importlib.util.module_from_spec(program)
     monkeypatch.setitem(sys.modules, "serve", serve)  # where dataclasses look up its names
     program.loader.exec_module(serve)
-    family = find_family("qwen-image", tiny=True)
+    family = find_family("flux.1-dev", tiny=True)
 
     def metrics_of(settlement: Settlement):
         """As a GET /metrics finds it."""
-        app = serve.make_app(serve.Server("", "", [], None, settlement=settlement, doing="ready"))
+        server = serve.Server("", "", [], None, settlement=settlement, doing="ready")
+        app = serve.make_app(server)
         (route,) = (each for each in app.routes if getattr(each, "path", "") == "/metrics")
-        return route.endpoint()
+        page = route.endpoint()
+        server.settlement = None  # FastAPI keeps each endpoint that it has seen
+        return page
 
     with SimulatedCard(find_card("RTX 4090")) as card, ExitStack() as stack:
         pages = []

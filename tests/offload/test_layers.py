@@ -163,7 +163,7 @@ def test_a_region_reaches_from_the_first_byte_to_the_last(
     assert (tensor.device.type, tensor.size(), tensor.stride()) == ("simgpu", size, stride)
     assert device.read().allocated_bytes == aligned(nbytes)
     weights.offload()
-    assert (tensor.device.type, tensor.data_ptr()) == ("cpu", host)
+    assert (tensor.device.type, tensor.data_ptr(), tensor.stride()) == ("cpu", host, stride)
 
 
 @pytest.mark.parametrize("in_one_buffer", [False, True])
